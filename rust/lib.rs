@@ -1,0 +1,11 @@
+//! The core of pagedkv: every decision about memory and order.
+//!
+//! Dependencies point one way: `sync <- block <- sched <- python`. `cpu` holds kernels and knows none of them.
+
+pub mod block;
+pub mod cpu;
+pub mod ids;
+#[cfg(feature = "python")]
+mod python;
+pub mod sched;
+pub mod sync;

@@ -1,0 +1,1 @@
+//! One binary for every test of the Rust core that is not a unit test.
