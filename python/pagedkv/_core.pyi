@@ -1,0 +1,113 @@
+"""The Rust core: every decision about memory and order.
+
+Two objects make up the boundary. `Core` belongs to the engine thread, which calls `schedule` and `commit` once a
+step. `Edge` may be used from any thread and never blocks: it hands requests, aborts and early ends over through
+lock-free queues. What a step reads lies in one packed int32 array, the arena; `rust/sched/step.rs` defines its layout.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+class InvalidRequest(ValueError):
+    """The request can never be served as it is: the message names the field, the value and what is allowed."""
+
+class QueueFull(RuntimeError):
+    """As many requests as the engine accepts are in flight. Try again later."""
+
+class StepHeader:
+    """What a step holds, as counts; the arrays themselves are in the arena."""
+
+    @property
+    def step_id(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def num_decodes(self) -> int:
+        """Sequences with one scheduled token; they come first."""
+    @property
+    def num_rows(self) -> int:
+        """Rows to sample. A prompt with n samples has n rows that read the same logits."""
+    @property
+    def num_copies(self) -> int: ...
+    @property
+    def num_ended(self) -> int:
+        """Sequences that ended outside a commit: aborted, or finished by the front at a stop string."""
+
+class Core:
+    """The owner of the cache state. One thread at a time may call it; a second caller gets a RuntimeError."""
+
+    def __new__(
+        cls,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+        enable_prefix_caching: bool = True,
+        max_queued_requests: int = 4096,
+    ) -> Core: ...
+    @property
+    def edge(self) -> Edge: ...
+    @property
+    def arena_len(self) -> int:
+        """Number of int32 words that an arena must hold."""
+    def schedule(self, arena: NDArray[np.int32]) -> StepHeader | None:
+        """Writes the next step into `arena`.
+
+        None means that nothing runs and nothing ended. A header with num_tokens == 0 carries only ended sequences
+        and must not be committed. Raises RuntimeError when the previous step was not committed.
+        """
+    def commit(self, step_id: int, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Takes the sampled token of every row and returns each row's finish state: 0 running, 1 stop, 2 length."""
+    def fail_step(self) -> None:
+        """Ends every request of the step in flight; they are reported as ended (reason 4, error) by `schedule`."""
+    def snapshot(self) -> dict[str, Any]:
+        """A consistent picture of the cache: block_size, num_blocks, free, idle, owned, fenced, ref_counts (per block), sequences."""
+    def check_invariants(self) -> None:
+        """Raises RuntimeError naming the first invariant that does not hold."""
+    def reset_prefix_cache(self) -> int:
+        """Forgets every published block; running sequences keep theirs. Returns how many were forgotten."""
+
+class Edge:
+    """The any-thread side of the core. No call blocks."""
+
+    def submit(
+        self,
+        prompt: NDArray[np.int32],
+        *,
+        max_tokens: int,
+        n: int = 1,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        num_logprobs: int = -1,
+        salt: bytes = b"",
+    ) -> int:
+        """Queues a request and returns its id. Raises InvalidRequest or QueueFull.
+
+        num_logprobs: -1 none, 0 only the sampled token's, k the k most likely ones as well.
+        """
+    def abort(self, request_id: int) -> bool:
+        """Asks for the end of a request; its blocks are free by the next step. False if it has ended already."""
+    def finish(self, request_id: int, sample_index: int, num_tokens: int) -> None:
+        """Ends one sample at `num_tokens` generated tokens, because a stop string ended there."""
+    def wait(self, timeout_s: float) -> bool:
+        """Parks the engine thread until there is news or the time is over. True if there is news."""
+    def wake(self) -> None:
+        """Makes a present or the next `wait` return."""
+    def stats(self) -> dict[str, int]:
+        """Counters of the last step: see rust/sync/stats.rs for the names."""
+
+def cpu_features() -> list[str]:
+    """Instruction set extensions of this processor that the kernels know, e.g. ["avx2", "avx512f", "avx512bf16"]."""
