@@ -1,1 +1,4 @@
 //! One binary for every test of the Rust core that is not a unit test.
+
+mod scheduler;
+mod simulator;
