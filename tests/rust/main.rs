@@ -1,4 +1,5 @@
 //! One binary for every test of the Rust core that is not a unit test.
 
+mod block;
 mod scheduler;
 mod simulator;
