@@ -37,10 +37,18 @@ impl CoreConfig {
     /// `InvalidConfig` names the first field that is out of bounds.
     pub fn validate(&self) -> Result<(), InvalidConfig> {
         let refuse = |field: &'static str, value: u64, allowed: &str| {
-            Err(InvalidConfig { field, value, allowed: allowed.to_owned() })
+            Err(InvalidConfig {
+                field,
+                value,
+                allowed: allowed.to_owned(),
+            })
         };
         if !self.block_size.is_power_of_two() || self.block_size > 1024 {
-            return refuse("block_size", self.block_size.into(), "a power of two from 1 to 1024");
+            return refuse(
+                "block_size",
+                self.block_size.into(),
+                "a power of two from 1 to 1024",
+            );
         }
         if self.num_blocks == 0 || (u64::from(self.num_blocks) + 1) * u64::from(self.block_size) > MAX_SLOTS {
             let allowed = format!("1 to {}", MAX_SLOTS / u64::from(self.block_size) - 1);

@@ -37,7 +37,10 @@ impl fmt::Display for SubmitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Invalid(message) => f.write_str(message),
-            Self::QueueFull { capacity } => write!(f, "{capacity} requests are in flight, as many as are accepted; try again later"),
+            Self::QueueFull { capacity } => write!(
+                f,
+                "{capacity} requests are in flight, as many as are accepted; try again later"
+            ),
         }
     }
 }
@@ -76,10 +79,14 @@ pub enum StepError {
 impl fmt::Display for StepError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::InFlight { step_id } => write!(f, "step {step_id} is in flight: commit it or fail it first"),
+            Self::InFlight { step_id } => {
+                write!(f, "step {step_id} is in flight: commit it or fail it first")
+            }
             Self::NotInFlight { step_id } => write!(f, "step {step_id} is not in flight"),
             Self::RowCount { given, rows } => write!(f, "{given} tokens for a step of {rows} rows"),
-            Self::ArenaTooSmall { given, needed } => write!(f, "the arena holds {given} words, {needed} are needed"),
+            Self::ArenaTooSmall { given, needed } => {
+                write!(f, "the arena holds {given} words, {needed} are needed")
+            }
         }
     }
 }

@@ -71,7 +71,10 @@ impl Core {
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
         enable_prefix_caching=true, max_queued_requests=4096
     ))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a constructor, one per option")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments of a constructor, one per option"
+    )]
     fn new(
         num_blocks: u32,
         block_size: u32,
@@ -95,7 +98,10 @@ impl Core {
         let hash_key = std::array::from_fn(|word| RandomState::new().hash_one(word));
         let scheduler =
             Scheduler::new(config, hash_key).map_err(|error| PyValueError::new_err(error.to_string()))?;
-        Ok(Self { scheduler, states: Vec::new() })
+        Ok(Self {
+            scheduler,
+            states: Vec::new(),
+        })
     }
 
     #[getter]
@@ -119,7 +125,9 @@ impl Core {
         step_id: u64,
         tokens: PyReadonlyArray1<'py, i32>,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        self.scheduler.commit(step_id, tokens.as_slice()?, &mut self.states).map_err(to_error)?;
+        self.scheduler
+            .commit(step_id, tokens.as_slice()?, &mut self.states)
+            .map_err(to_error)?;
         Ok(PyArray1::from_slice(py, &self.states))
     }
 
@@ -140,7 +148,9 @@ impl Core {
         snapshot.set_item("idle", pool.num_idle())?;
         snapshot.set_item("owned", pool.num_owned())?;
         snapshot.set_item("fenced", pool.num_fenced())?;
-        let ref_counts: Vec<u32> = (0..=pool.num_blocks()).map(|id| pool.ref_count(BlockId(id))).collect();
+        let ref_counts: Vec<u32> = (0..=pool.num_blocks())
+            .map(|id| pool.ref_count(BlockId(id)))
+            .collect();
         snapshot.set_item("ref_counts", PyArray1::from_vec(py, ref_counts))?;
         let sequences = PyList::empty(py);
         for view in self.scheduler.sequences() {
@@ -151,7 +161,10 @@ impl Core {
             sequence.set_item("num_tokens", view.num_tokens)?;
             sequence.set_item("num_computed", view.num_computed)?;
             sequence.set_item("num_preemptions", view.num_preemptions)?;
-            sequence.set_item("blocks", view.blocks.iter().map(|block| block.0).collect::<Vec<u32>>())?;
+            sequence.set_item(
+                "blocks",
+                view.blocks.iter().map(|block| block.0).collect::<Vec<u32>>(),
+            )?;
             sequences.append(sequence)?;
         }
         snapshot.set_item("sequences", sequences)?;

@@ -12,7 +12,12 @@ use crate::ids::RequestId;
 use crate::sched::{Edge as CoreEdge, SamplingParams};
 use crate::sync::Stats;
 
-pyo3::create_exception!(pagedkv._core, InvalidRequest, PyValueError, "The request can never be served as it is.");
+pyo3::create_exception!(
+    pagedkv._core,
+    InvalidRequest,
+    PyValueError,
+    "The request can never be served as it is."
+);
 pyo3::create_exception!(
     pagedkv._core,
     QueueFull,
@@ -37,7 +42,10 @@ impl Edge {
         prompt, *, max_tokens, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, stop_token_ids=Vec::new(),
         ignore_eos=false, num_logprobs=-1, salt=Vec::new()
     ))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one per request field")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, one per request field"
+    )]
     fn submit(
         &self,
         prompt: PyReadonlyArray1<'_, i32>,
@@ -57,8 +65,9 @@ impl Edge {
             .as_slice()?
             .iter()
             .map(|&token| {
-                u32::try_from(token)
-                    .map_err(|_| InvalidRequest::new_err(format!("prompt holds token id {token}, allowed: 0 and above")))
+                u32::try_from(token).map_err(|_| {
+                    InvalidRequest::new_err(format!("prompt holds token id {token}, allowed: 0 and above"))
+                })
             })
             .collect::<PyResult<_>>()?;
         let params = SamplingParams {
@@ -73,7 +82,10 @@ impl Edge {
             ignore_eos,
             num_logprobs,
         };
-        self.0.submit(prompt, params, salt).map(|id| id.0).map_err(|error| to_error(&error))
+        self.0
+            .submit(prompt, params, salt)
+            .map(|id| id.0)
+            .map_err(|error| to_error(&error))
     }
 
     fn abort(&self, request_id: u64) -> bool {

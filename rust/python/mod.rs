@@ -1,6 +1,8 @@
 //! Bindings only, no logic: arguments are checked and converted, results are handed over as arrays.
 
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod core;
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
 
 use pyo3::prelude::*;

@@ -14,8 +14,12 @@ impl Scheduler {
         }
         let mut promised = self.num_promised_blocks();
         while budget.tokens > 0 && self.running.len() < self.config.max_num_seqs as usize {
-            let Some((_, &idx)) = self.waiting.first_key_value() else { return };
-            let Some(part) = self.admit(idx, promised, budget) else { return };
+            let Some((_, &idx)) = self.waiting.first_key_value() else {
+                return;
+            };
+            let Some(part) = self.admit(idx, promised, budget) else {
+                return;
+            };
             self.push_part(part, budget);
             promised += self.num_missing_blocks(idx);
         }
@@ -30,7 +34,9 @@ impl Scheduler {
                 if sequence.last_step == self.step_id {
                     self.num_missing_blocks(idx)
                 } else {
-                    sequence.table().cost(&self.pool, sequence.num_computed, sequence.num_tokens())
+                    sequence
+                        .table()
+                        .cost(&self.pool, sequence.num_computed, sequence.num_tokens())
                 }
             })
             .sum()
@@ -39,7 +45,9 @@ impl Scheduler {
     /// Blocks that a sequence's known tokens need beyond its table.
     fn num_missing_blocks(&self, idx: SeqIdx) -> u32 {
         let sequence = self.sequences.get(idx);
-        self.config.blocks_for(sequence.num_tokens()).saturating_sub(sequence.table().len())
+        self.config
+            .blocks_for(sequence.num_tokens())
+            .saturating_sub(sequence.table().len())
     }
 
     /// Starts a waiting sequence. None leaves everything as it was.
@@ -59,7 +67,9 @@ impl Scheduler {
     fn look_up_prefix(&mut self, idx: SeqIdx) -> BlockTable {
         let sequence = self.sequences.get(idx);
         let slot = sequence.request.slot() as usize;
-        let live = self.requests[slot].as_ref().expect("a live sequence has a live request");
+        let live = self.requests[slot]
+            .as_ref()
+            .expect("a live sequence has a live request");
         let root = self.pool.root(&live.request.salt);
         self.pool.lookup(root, &sequence.tokens, &mut self.hit);
         let table = BlockTable::new(root, &mut self.pool);
@@ -71,7 +81,13 @@ impl Scheduler {
     fn start(&mut self, idx: SeqIdx, part: Scheduled, mut table: BlockTable) {
         let end = part.num_computed + part.num_tokens;
         table
-            .admit(&mut self.pool, &self.hit, part.num_computed, end, &mut self.copies)
+            .admit(
+                &mut self.pool,
+                &self.hit,
+                part.num_computed,
+                end,
+                &mut self.copies,
+            )
             .expect("the cost of all its tokens was found available");
         let sequence = self.sequences.get_mut(idx);
         sequence.table = Some(table);
@@ -91,13 +107,19 @@ impl Scheduler {
         let num_tokens = self.sequences.get(idx).num_tokens();
         let block_size = self.config.block_size;
         let num_hit = u32::try_from(self.hit.blocks.len()).expect("tables are short") * block_size;
-        let margin = if self.running.is_empty() { 0 } else { self.config.watermark() };
+        let margin = if self.running.is_empty() {
+            0
+        } else {
+            self.config.watermark()
+        };
         let num_available = u64::from(self.pool.num_available());
         let whole = num_hit.min(num_tokens - 1);
-        [whole, whole - whole % block_size].into_iter().find(|&num_computed| {
-            let cost = table.admission_cost(&self.pool, &self.hit, num_computed, num_tokens);
-            u64::from(cost) + u64::from(promised) + u64::from(margin) <= num_available
-        })
+        [whole, whole - whole % block_size]
+            .into_iter()
+            .find(|&num_computed| {
+                let cost = table.admission_cost(&self.pool, &self.hit, num_computed, num_tokens);
+                u64::from(cost) + u64::from(promised) + u64::from(margin) <= num_available
+            })
     }
 
     /// Tokens found again after a preemption are no prefix hits: the cache only gives back what it took.
@@ -105,7 +127,9 @@ impl Scheduler {
         let sequence = self.sequences.get(idx);
         let (num_tokens, num_hit) = (sequence.num_tokens(), sequence.num_computed);
         let slot = sequence.request.slot() as usize;
-        let live = self.requests[slot].as_mut().expect("a live sequence has a live request");
+        let live = self.requests[slot]
+            .as_mut()
+            .expect("a live sequence has a live request");
         if live.admitted {
             self.stats.recompute_hits += u64::from(num_hit);
             return;

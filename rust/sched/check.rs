@@ -25,7 +25,7 @@ impl Scheduler {
     fn check_ref_counts(&self) -> Result<(), String> {
         let mut holders: HashMap<BlockId, u32> = HashMap::new();
         for (_, sequence) in self.sequences.iter() {
-            for &block in sequence.table.iter().flat_map(|table| table.blocks()) {
+            for &block in sequence.table.iter().flat_map(crate::block::BlockTable::blocks) {
                 *holders.entry(block).or_default() += 1;
             }
         }
@@ -37,7 +37,10 @@ impl Scheduler {
             }
             let held = holders.get(&block).copied().unwrap_or(0) + num_leases;
             if self.pool.ref_count(block) != held {
-                return Err(format!("block {id} counts {} references, {held} hold it", self.pool.ref_count(block)));
+                return Err(format!(
+                    "block {id} counts {} references, {held} hold it",
+                    self.pool.ref_count(block)
+                ));
             }
         }
         if holders.contains_key(&BlockId::NULL) {
@@ -62,7 +65,10 @@ impl Scheduler {
             let waits = self.waiting.get(&sequence.key) == Some(&idx);
             let runs = self.running.contains(&idx);
             if (sequence.status == Status::Waiting) != waits || (sequence.status == Status::Running) != runs {
-                return Err(format!("{:?} is {:?}, but waits: {waits}, runs: {runs}", sequence.key, sequence.status));
+                return Err(format!(
+                    "{:?} is {:?}, but waits: {waits}, runs: {runs}",
+                    sequence.key, sequence.status
+                ));
             }
         }
         let ordered = |pair: &[SeqIdx]| self.sequences.get(pair[0]).key < self.sequences.get(pair[1]).key;
@@ -70,7 +76,11 @@ impl Scheduler {
             return Err("running sequences are out of order".into());
         }
         if self.running.len() > self.config.max_num_seqs as usize {
-            return Err(format!("{} sequences run, {} may", self.running.len(), self.config.max_num_seqs));
+            return Err(format!(
+                "{} sequences run, {} may",
+                self.running.len(),
+                self.config.max_num_seqs
+            ));
         }
         Ok(())
     }
@@ -80,11 +90,18 @@ impl Scheduler {
         for (idx, sequence) in self.sequences.iter() {
             let Some(table) = &sequence.table else {
                 if sequence.num_computed != 0 || sequence.status == Status::Running {
-                    return Err(format!("{:?} has no table and claims computed tokens", sequence.key));
+                    return Err(format!(
+                        "{:?} has no table and claims computed tokens",
+                        sequence.key
+                    ));
                 }
                 continue;
             };
-            let scheduled = self.scheduled.iter().find(|part| part.seq == idx).map_or(0, |part| part.num_tokens);
+            let scheduled = self
+                .scheduled
+                .iter()
+                .find(|part| part.seq == idx)
+                .map_or(0, |part| part.num_tokens);
             let covered = self.config.blocks_for(sequence.num_computed + scheduled);
             if table.blocks().len() != covered as usize {
                 return Err(format!(
@@ -97,7 +114,10 @@ impl Scheduler {
         }
         let scheduled: u32 = self.scheduled.iter().map(|part| part.num_tokens).sum();
         if scheduled > self.config.max_num_batched_tokens {
-            return Err(format!("{scheduled} tokens are scheduled, {} may", self.config.max_num_batched_tokens));
+            return Err(format!(
+                "{scheduled} tokens are scheduled, {} may",
+                self.config.max_num_batched_tokens
+            ));
         }
         Ok(())
     }
@@ -111,9 +131,16 @@ impl Scheduler {
         for live in self.requests.iter().flatten() {
             let counted = samples.remove(&live.request.id.0).unwrap_or(0);
             if live.num_live != counted {
-                return Err(format!("request {} counts {} samples, {counted} live", live.request.id.0, live.num_live));
+                return Err(format!(
+                    "request {} counts {} samples, {counted} live",
+                    live.request.id.0, live.num_live
+                ));
             }
         }
-        if samples.is_empty() { Ok(()) } else { Err("a sequence outlived its request".into()) }
+        if samples.is_empty() {
+            Ok(())
+        } else {
+            Err("a sequence outlived its request".into())
+        }
     }
 }

@@ -41,12 +41,26 @@ impl Edge {
     ///
     /// # Errors
     /// `Invalid` when it can never be served, `QueueFull` when too many are in flight. Nothing has changed then.
-    pub fn submit(&self, prompt: Vec<u32>, params: SamplingParams, salt: Vec<u8>) -> Result<RequestId, SubmitError> {
+    pub fn submit(
+        &self,
+        prompt: Vec<u32>,
+        params: SamplingParams,
+        salt: Vec<u8>,
+    ) -> Result<RequestId, SubmitError> {
         let shared = &self.shared;
         validate(&shared.config, &prompt, &params)?;
-        let full = SubmitError::QueueFull { capacity: shared.config.max_queued_requests };
-        let Some(id) = shared.flags.acquire() else { return Err(full) };
-        let request = Box::new(Request { id, prompt, params, salt });
+        let full = SubmitError::QueueFull {
+            capacity: shared.config.max_queued_requests,
+        };
+        let Some(id) = shared.flags.acquire() else {
+            return Err(full);
+        };
+        let request = Box::new(Request {
+            id,
+            prompt,
+            params,
+            salt,
+        });
         if self.inbox.push(request).is_err() {
             // The ring has a place for every flag slot, so this is the moment in which the owner is still emptying it.
             shared.flags.retire(id);
@@ -67,7 +81,11 @@ impl Edge {
 
     /// Ends one sample at `num_tokens` generated tokens. What was generated beyond is neither counted nor kept.
     pub fn finish(&self, request: RequestId, sample_index: u32, num_tokens: u32) {
-        self.shared.finishes.push(Finish { request, sample_index, num_tokens });
+        self.shared.finishes.push(Finish {
+            request,
+            sample_index,
+            num_tokens,
+        });
         self.shared.parker.unpark();
     }
 

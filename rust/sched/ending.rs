@@ -26,7 +26,10 @@ impl Scheduler {
     pub(super) fn end_sequence(&mut self, idx: SeqIdx, reason: FinishReason, outside: bool) {
         let mut sequence = self.sequences.remove(idx);
         match sequence.status {
-            Status::Waiting => assert!(self.waiting.remove(&sequence.key).is_some(), "it is in the queue of its status"),
+            Status::Waiting => assert!(
+                self.waiting.remove(&sequence.key).is_some(),
+                "it is in the queue of its status"
+            ),
             Status::Running => self.running.retain(|&other| other != idx),
         }
         if let Some(table) = sequence.table.as_mut() {
@@ -35,7 +38,11 @@ impl Scheduler {
         let num_samples = sequence.num_rows();
         for sample_index in sequence.key.sample_index..sequence.key.sample_index + num_samples {
             if outside {
-                self.ended.push_back(Ended { request: sequence.request, sample_index, reason });
+                self.ended.push_back(Ended {
+                    request: sequence.request,
+                    sample_index,
+                    reason,
+                });
             }
         }
         let counter = match reason {
@@ -46,7 +53,9 @@ impl Scheduler {
         };
         *counter += u64::from(num_samples);
         let slot = sequence.request.slot() as usize;
-        let live = self.requests[slot].as_mut().expect("a live sequence has a live request");
+        let live = self.requests[slot]
+            .as_mut()
+            .expect("a live sequence has a live request");
         live.num_live -= num_samples;
         if live.num_live == 0 {
             self.requests[slot] = None;
@@ -62,7 +71,10 @@ impl Scheduler {
         sequence.num_computed_before = sequence.num_computed_before.max(sequence.num_computed);
         sequence.num_computed = 0;
         sequence.num_preemptions += 1;
-        let mut table = sequence.table.take().expect("a running sequence has a block table");
+        let mut table = sequence
+            .table
+            .take()
+            .expect("a running sequence has a block table");
         table.release(&mut self.pool);
         self.waiting.insert(sequence.key, idx);
         self.stats.preemptions += 1;

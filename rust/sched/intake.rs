@@ -10,7 +10,7 @@ use super::scheduler::{LiveRequest, Scheduler};
 use super::sequence::{QueueKey, Sequence, Status};
 
 impl Scheduler {
-    /// Takes in requests first, so that an abort or an early end finds the request that it names.
+    /// Takes in requests first, so that an early end finds the request that it names.
     pub(super) fn drain(&mut self) {
         while let Some(request) = self.inbox.pop() {
             self.enqueue(request);
@@ -33,15 +33,19 @@ impl Scheduler {
         }
     }
 
-    fn enqueue(&mut self, request: Box<Request>) {
-        let key = QueueKey { arrival: self.num_arrived, sample_index: 0 };
+    fn enqueue(&mut self, mut request: Box<Request>) {
+        let tokens = std::mem::take(&mut request.prompt);
+        let key = QueueKey {
+            arrival: self.num_arrived,
+            sample_index: 0,
+        };
         self.num_arrived += 1;
         let sequence = Sequence {
             request: request.id,
             key,
             status: Status::Waiting,
-            tokens: request.prompt.clone(),
-            prompt_len: u32::try_from(request.prompt.len()).expect("submit bounds the prompt"),
+            prompt_len: u32::try_from(tokens.len()).expect("submit bounds the prompt"),
+            tokens,
             num_computed: 0,
             table: None,
             pending_forks: request.params.n - 1,
@@ -53,8 +57,16 @@ impl Scheduler {
         let num_live = request.params.n;
         let idx = self.sequences.insert(sequence);
         self.waiting.insert(key, idx);
-        let live = LiveRequest { request, num_live, num_cached_tokens: 0, admitted: false };
-        assert!(self.requests[slot].replace(live).is_none(), "a flag slot belongs to one live request");
+        let live = LiveRequest {
+            request,
+            num_live,
+            num_cached_tokens: 0,
+            admitted: false,
+        };
+        assert!(
+            self.requests[slot].replace(live).is_none(),
+            "a flag slot belongs to one live request"
+        );
         // An abort that came before this moment was raised for a request which no scan could find yet.
         if self.edge.shared.flags.is_aborted(id) {
             self.end_request(id, FinishReason::Abort);

@@ -26,7 +26,7 @@ mod slab;
 mod step;
 
 pub use edge::Edge;
-pub use request::{FinishReason, Request, SamplingParams};
 pub use observe::SequenceView;
+pub use request::{FinishReason, Request, SamplingParams};
 pub use scheduler::Scheduler;
 pub use step::{ARENA_VERSION, Section, StepHeader};

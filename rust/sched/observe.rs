@@ -31,7 +31,10 @@ impl Scheduler {
                 num_tokens: sequence.num_tokens(),
                 num_computed: sequence.num_computed,
                 num_preemptions: sequence.num_preemptions,
-                blocks: sequence.table.as_ref().map_or_else(Vec::new, |table| table.blocks().to_vec()),
+                blocks: sequence
+                    .table
+                    .as_ref()
+                    .map_or_else(Vec::new, |table| table.blocks().to_vec()),
             })
             .collect()
     }

@@ -77,7 +77,11 @@ pub enum FinishReason {
 ///
 /// # Errors
 /// `SubmitError::Invalid` with the field, the value and what is allowed.
-pub(super) fn validate(config: &CoreConfig, prompt: &[u32], params: &SamplingParams) -> Result<(), SubmitError> {
+pub(super) fn validate(
+    config: &CoreConfig,
+    prompt: &[u32],
+    params: &SamplingParams,
+) -> Result<(), SubmitError> {
     let refuse = |message: String| Err(SubmitError::Invalid(message));
     if prompt.is_empty() {
         return refuse("prompt is empty, allowed: at least one token".into());
@@ -89,10 +93,16 @@ pub(super) fn validate(config: &CoreConfig, prompt: &[u32], params: &SamplingPar
         return refuse("max_tokens is 0, allowed: at least 1".into());
     }
     if !(params.temperature.is_finite() && params.temperature >= 0.0) {
-        return refuse(format!("temperature is {}, allowed: finite and at least 0", params.temperature));
+        return refuse(format!(
+            "temperature is {}, allowed: finite and at least 0",
+            params.temperature
+        ));
     }
     if !(params.top_p > 0.0 && params.top_p <= 1.0) {
-        return refuse(format!("top_p is {}, allowed: above 0 and at most 1", params.top_p));
+        return refuse(format!(
+            "top_p is {}, allowed: above 0 and at most 1",
+            params.top_p
+        ));
     }
     if !(0.0..=1.0).contains(&params.min_p) {
         return refuse(format!("min_p is {}, allowed: 0 to 1", params.min_p));

@@ -98,7 +98,10 @@ impl Scheduler {
             hit: PrefixHit::default(),
             num_arrived: 0,
             inbox: receiver,
-            edge: Edge { shared, inbox: sender },
+            edge: Edge {
+                shared,
+                inbox: sender,
+            },
         };
         scheduler.publish_stats();
         Ok(scheduler)
@@ -125,17 +128,25 @@ impl Scheduler {
     /// `InFlight` before the last step was committed, `ArenaTooSmall`.
     pub fn schedule(&mut self, arena: &mut [i32]) -> Result<Option<StepHeader>, StepError> {
         if self.in_flight {
-            return Err(StepError::InFlight { step_id: self.step_id });
+            return Err(StepError::InFlight {
+                step_id: self.step_id,
+            });
         }
         let needed = self.arena_len();
         if arena.len() < needed {
-            return Err(StepError::ArenaTooSmall { given: arena.len(), needed });
+            return Err(StepError::ArenaTooSmall {
+                given: arena.len(),
+                needed,
+            });
         }
         self.drain();
         self.scheduled.clear();
         self.copies.clear();
         self.step_id += 1;
-        let mut budget = Budget { tokens: self.config.max_num_batched_tokens, rows: self.config.max_rows() };
+        let mut budget = Budget {
+            tokens: self.config.max_num_batched_tokens,
+            rows: self.config.max_rows(),
+        };
         let preemptions = self.stats.preemptions;
         let num_decodes = self.schedule_running(&mut budget, true);
         self.schedule_running(&mut budget, false);
@@ -160,7 +171,10 @@ impl Scheduler {
         self.expect_in_flight(step_id)?;
         let rows = self.scheduled.iter().map(|part| part.num_rows as usize).sum();
         if tokens.len() != rows {
-            return Err(StepError::RowCount { given: tokens.len(), rows });
+            return Err(StepError::RowCount {
+                given: tokens.len(),
+                rows,
+            });
         }
         states.clear();
         let scheduled = std::mem::take(&mut self.scheduled);
@@ -186,8 +200,11 @@ impl Scheduler {
     /// `NotInFlight`.
     pub fn fail_step(&mut self) -> Result<(), StepError> {
         self.expect_in_flight(self.step_id)?;
-        let failed: Vec<RequestId> =
-            self.scheduled.iter().map(|part| self.sequences.get(part.seq).request).collect();
+        let failed: Vec<RequestId> = self
+            .scheduled
+            .iter()
+            .map(|part| self.sequences.get(part.seq).request)
+            .collect();
         for request in failed {
             self.end_request(request, FinishReason::Error);
         }
@@ -207,7 +224,11 @@ impl Scheduler {
     }
 
     const fn expect_in_flight(&self, step_id: u64) -> Result<(), StepError> {
-        if self.in_flight && step_id == self.step_id { Ok(()) } else { Err(StepError::NotInFlight { step_id }) }
+        if self.in_flight && step_id == self.step_id {
+            Ok(())
+        } else {
+            Err(StepError::NotInFlight { step_id })
+        }
     }
 
     fn end_step(&mut self) {
@@ -225,7 +246,9 @@ impl Scheduler {
         while at < self.running.len() && budget.tokens > 0 {
             let idx = self.running[at];
             let sequence = self.sequences.get(idx);
-            if sequence.last_step == self.step_id || (sequence.num_remaining() == 1 && sequence.pending_forks == 0) != decodes {
+            if sequence.last_step == self.step_id
+                || (sequence.num_remaining() == 1 && sequence.pending_forks == 0) != decodes
+            {
                 at += 1;
                 continue;
             }
@@ -247,11 +270,16 @@ impl Scheduler {
         loop {
             let sequence = self.sequences.get_mut(idx);
             let (from, to) = (sequence.num_computed, sequence.num_computed + num_tokens);
-            let table = sequence.table.as_mut().expect("a running sequence has a block table");
+            let table = sequence
+                .table
+                .as_mut()
+                .expect("a running sequence has a block table");
             if table.reserve(&mut self.pool, from, to, &mut self.copies).is_ok() {
                 return true;
             }
-            let Some(victim) = self.victim(idx) else { return false };
+            let Some(victim) = self.victim(idx) else {
+                return false;
+            };
             self.preempt(victim);
         }
     }
@@ -261,8 +289,15 @@ impl Scheduler {
     /// Without one, `idx` keeps its blocks and sits the step out. The oldest sequence is never a victim, and it can
     /// take every block that no sequence of this step holds, so something always gets on.
     fn victim(&self, idx: SeqIdx) -> Option<SeqIdx> {
-        let newer = self.running.iter().rev().copied().take_while(|&other| other != idx);
-        newer.into_iter().find(|&other| self.sequences.get(other).last_step != self.step_id)
+        let newer = self
+            .running
+            .iter()
+            .rev()
+            .copied()
+            .take_while(|&other| other != idx);
+        newer
+            .into_iter()
+            .find(|&other| self.sequences.get(other).last_step != self.step_id)
     }
 
     pub(super) fn push_part(&mut self, part: Scheduled, budget: &mut Budget) {
@@ -288,7 +323,11 @@ impl Scheduler {
         let num_table_blocks = self
             .scheduled
             .iter()
-            .map(|part| self.config.blocks_for(self.sequences.get(part.seq).num_computed + part.num_tokens) as usize)
+            .map(|part| {
+                self.config
+                    .blocks_for(self.sequences.get(part.seq).num_computed + part.num_tokens)
+                    as usize
+            })
             .sum();
         let mut writer = Writer::new(arena, &header, num_table_blocks, block_size);
         for part in &self.scheduled {
@@ -318,12 +357,18 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(part.seq);
         let start = sequence.num_computed;
         sequence.num_computed += part.num_tokens;
-        let num_again = sequence.num_computed_before.saturating_sub(start).min(part.num_tokens);
+        let num_again = sequence
+            .num_computed_before
+            .saturating_sub(start)
+            .min(part.num_tokens);
         self.stats.recomputed_tokens += u64::from(num_again);
         let num_prompt = sequence.prompt_len.saturating_sub(start).min(part.num_tokens);
         self.stats.prompt_tokens += u64::from(num_prompt.saturating_sub(num_again));
         self.stats.scheduled_tokens += u64::from(part.num_tokens);
-        let table = sequence.table.as_mut().expect("a scheduled sequence has a block table");
+        let table = sequence
+            .table
+            .as_mut()
+            .expect("a scheduled sequence has a block table");
         table.publish(&mut self.pool, &sequence.tokens, sequence.num_computed);
     }
 
@@ -359,7 +404,10 @@ impl Scheduler {
         tokens.push(token);
         let child = Sequence {
             request: sequence.request,
-            key: QueueKey { sample_index, ..sequence.key },
+            key: QueueKey {
+                sample_index,
+                ..sequence.key
+            },
             status: if place { Status::Running } else { Status::Waiting },
             tokens,
             prompt_len: sequence.prompt_len,
@@ -383,7 +431,9 @@ impl Scheduler {
         let sequence = self.sequences.get(idx);
         let params = &self.live(sequence.request).request.params;
         let token = *sequence.tokens.last().expect("a sequence has tokens");
-        if (!params.ignore_eos && self.config.eos_token_ids.contains(&token)) || params.stop_token_ids.contains(&token) {
+        if (!params.ignore_eos && self.config.eos_token_ids.contains(&token))
+            || params.stop_token_ids.contains(&token)
+        {
             return Some(FinishReason::Stop);
         }
         (sequence.num_generated() >= params.max_tokens).then_some(FinishReason::Length)
@@ -391,19 +441,25 @@ impl Scheduler {
 
     pub(super) fn insert_running(&mut self, idx: SeqIdx) {
         let key = self.sequences.get(idx).key;
-        let at = self.running.partition_point(|&other| self.sequences.get(other).key < key);
+        let at = self
+            .running
+            .partition_point(|&other| self.sequences.get(other).key < key);
         self.running.insert(at, idx);
     }
 
     fn find(&self, key: QueueKey) -> SeqIdx {
         self.waiting.get(&key).copied().unwrap_or_else(|| {
-            let at = self.running.partition_point(|&other| self.sequences.get(other).key < key);
+            let at = self
+                .running
+                .partition_point(|&other| self.sequences.get(other).key < key);
             self.running[at]
         })
     }
 
     pub(super) fn live(&self, request: RequestId) -> &LiveRequest {
-        self.requests[request.slot() as usize].as_ref().expect("a live sequence has a live request")
+        self.requests[request.slot() as usize]
+            .as_ref()
+            .expect("a live sequence has a live request")
     }
 }
 
@@ -418,7 +474,16 @@ impl Budget {
     pub(super) fn part_of(&self, seq: SeqIdx, sequence: &Sequence, num_computed: u32) -> Option<Scheduled> {
         let num_remaining = sequence.num_tokens() - num_computed;
         let num_tokens = num_remaining.min(self.tokens);
-        let num_rows = if num_tokens == num_remaining { sequence.num_rows() } else { 0 };
-        (num_tokens > 0 && num_rows <= self.rows).then_some(Scheduled { seq, num_computed, num_tokens, num_rows })
+        let num_rows = if num_tokens == num_remaining {
+            sequence.num_rows()
+        } else {
+            0
+        };
+        (num_tokens > 0 && num_rows <= self.rows).then_some(Scheduled {
+            seq,
+            num_computed,
+            num_tokens,
+            num_rows,
+        })
     }
 }

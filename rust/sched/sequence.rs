@@ -56,10 +56,6 @@ impl Sequence {
         self.table.as_ref().expect("a running sequence has a block table")
     }
 
-    pub(super) fn table_mut(&mut self) -> &mut BlockTable {
-        self.table.as_mut().expect("a running sequence has a block table")
-    }
-
     /// Rows to sample once all its tokens are computed.
     pub(super) const fn num_rows(&self) -> u32 {
         1 + self.pending_forks

@@ -14,7 +14,10 @@ pub(super) struct Slab<T> {
 
 impl<T> Slab<T> {
     pub(super) const fn new() -> Self {
-        Self { entries: Vec::new(), vacant: Vec::new() }
+        Self {
+            entries: Vec::new(),
+            vacant: Vec::new(),
+        }
     }
 
     pub(super) fn insert(&mut self, value: T) -> SeqIdx {
@@ -28,17 +31,23 @@ impl<T> Slab<T> {
     }
 
     pub(super) fn remove(&mut self, idx: SeqIdx) -> T {
-        let value = self.entries[idx.0 as usize].take().expect("the index names a live sequence");
+        let value = self.entries[idx.0 as usize]
+            .take()
+            .expect("the index names a live sequence");
         self.vacant.push(idx.0);
         value
     }
 
     pub(super) fn get(&self, idx: SeqIdx) -> &T {
-        self.entries[idx.0 as usize].as_ref().expect("the index names a live sequence")
+        self.entries[idx.0 as usize]
+            .as_ref()
+            .expect("the index names a live sequence")
     }
 
     pub(super) fn get_mut(&mut self, idx: SeqIdx) -> &mut T {
-        self.entries[idx.0 as usize].as_mut().expect("the index names a live sequence")
+        self.entries[idx.0 as usize]
+            .as_mut()
+            .expect("the index names a live sequence")
     }
 
     pub(super) fn len(&self) -> usize {
@@ -46,6 +55,8 @@ impl<T> Slab<T> {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (SeqIdx, &T)> {
-        (0u32..).zip(&self.entries).filter_map(|(idx, entry)| entry.as_ref().map(|value| (SeqIdx(idx), value)))
+        (0u32..)
+            .zip(&self.entries)
+            .filter_map(|(idx, entry)| entry.as_ref().map(|value| (SeqIdx(idx), value)))
     }
 }

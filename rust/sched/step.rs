@@ -126,6 +126,7 @@ pub(super) fn arena_len(config: &CoreConfig) -> usize {
 pub(super) struct Writer<'a> {
     arena: &'a mut [i32],
     offsets: [usize; NUM_SECTIONS],
+    lengths: [usize; NUM_SECTIONS],
     /// Words written so far, per section.
     filled: [usize; NUM_SECTIONS],
     block_size: usize,
@@ -133,10 +134,20 @@ pub(super) struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     /// Lays the sections out one after another. `num_table_blocks` is the sum of the tables' lengths.
-    pub(super) fn new(arena: &'a mut [i32], header: &StepHeader, num_table_blocks: usize, block_size: u32) -> Self {
-        let [tokens, sequences, rows, copies, ended] =
-            [header.num_tokens, header.num_sequences, header.num_rows, header.num_copies, header.num_ended]
-                .map(|count| count as usize);
+    pub(super) fn new(
+        arena: &'a mut [i32],
+        header: &StepHeader,
+        num_table_blocks: usize,
+        block_size: u32,
+    ) -> Self {
+        let [tokens, sequences, rows, copies, ended] = [
+            header.num_tokens,
+            header.num_sequences,
+            header.num_rows,
+            header.num_copies,
+            header.num_ended,
+        ]
+        .map(|count| count as usize);
         let lengths: [usize; NUM_SECTIONS] = [
             tokens,
             tokens,
@@ -164,7 +175,13 @@ impl<'a> Writer<'a> {
             end += len;
         }
         assert!(end <= arena.len(), "arena_len bounds every step");
-        let mut writer = Self { arena, offsets, filled: [0; NUM_SECTIONS], block_size: block_size as usize };
+        let mut writer = Self {
+            arena,
+            offsets,
+            lengths,
+            filled: [0; NUM_SECTIONS],
+            block_size: block_size as usize,
+        };
         writer.push(Section::QueryStart, 0);
         writer.push(Section::TableStart, 0);
         writer
@@ -183,14 +200,26 @@ impl<'a> Writer<'a> {
     /// Appends one sequence.
     pub(super) fn part(&mut self, part: &Part<'_>) {
         let num_tokens = part.tokens.len();
-        for (out, &token) in self.take(Section::TokenIds, num_tokens).iter_mut().zip(part.tokens) {
+        for (out, &token) in self
+            .take(Section::TokenIds, num_tokens)
+            .iter_mut()
+            .zip(part.tokens)
+        {
             *out = token.cast_signed();
         }
         self.take(Section::TokenSource, num_tokens).fill(-1);
-        for (out, position) in self.take(Section::Positions, num_tokens).iter_mut().zip(part.start..) {
+        for (out, position) in self
+            .take(Section::Positions, num_tokens)
+            .iter_mut()
+            .zip(part.start..)
+        {
             *out = position.cast_signed();
         }
-        for (out, position) in self.take(Section::SlotMapping, num_tokens).iter_mut().zip(part.start..) {
+        for (out, position) in self
+            .take(Section::SlotMapping, num_tokens)
+            .iter_mut()
+            .zip(part.start..)
+        {
             *out = part.table.slot(position);
         }
         self.push(Section::QueryStart, word(self.filled[Section::TokenIds as usize]));
@@ -209,7 +238,10 @@ impl<'a> Writer<'a> {
 
     fn row(&mut self, part: &Part<'_>, sample_index: u32, position: i32) {
         let params = part.params;
-        self.push(Section::SampleRows, word(self.filled[Section::TokenIds as usize] - 1));
+        self.push(
+            Section::SampleRows,
+            word(self.filled[Section::TokenIds as usize] - 1),
+        );
         self.take(Section::Sampling, SAMPLING_WORDS).copy_from_slice(&[
             params.temperature.to_bits().cast_signed(),
             params.top_p.to_bits().cast_signed(),
@@ -232,7 +264,8 @@ impl<'a> Writer<'a> {
     /// Appends the copies and the sequences that ended, and checks that every section is full.
     pub(super) fn finish(mut self, copies: &[(BlockId, BlockId)], ended: impl Iterator<Item = Ended>) {
         for &(src, dst) in copies {
-            self.take(Section::Copies, 2).copy_from_slice(&[src.0.cast_signed(), dst.0.cast_signed()]);
+            self.take(Section::Copies, 2)
+                .copy_from_slice(&[src.0.cast_signed(), dst.0.cast_signed()]);
         }
         for entry in ended {
             self.take(Section::Ended, ROW_WORDS).copy_from_slice(&[
@@ -243,7 +276,10 @@ impl<'a> Writer<'a> {
             ]);
         }
         for section in 0..NUM_SECTIONS {
-            assert_eq!(self.filled[section], self.arena[3 + 2 * section] as usize, "section {section} is full");
+            assert_eq!(
+                self.filled[section], self.lengths[section],
+                "section {section} is full"
+            );
         }
     }
 }

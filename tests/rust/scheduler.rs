@@ -8,7 +8,9 @@ use proptest::prelude::*;
 use crate::simulator::{Simulator, config, expected, greedy, section};
 
 fn prompt(seed: u32, len: usize) -> Vec<u32> {
-    (0..len as u32).map(|position| 1 + (position.wrapping_mul(7) + seed * 13) % 30).collect()
+    (0..len as u32)
+        .map(|position| 1 + (position.wrapping_mul(7) + seed * 13) % 30)
+        .collect()
 }
 
 #[test]
@@ -52,7 +54,10 @@ fn a_full_hit_without_room_for_the_copy_computes_the_last_block() {
 
 #[test]
 fn without_prefix_caching_nothing_is_found() {
-    let mut simulator = Simulator::new(pagedkv::config::CoreConfig { prefix_caching: false, ..config(32, 4) });
+    let mut simulator = Simulator::new(pagedkv::config::CoreConfig {
+        prefix_caching: false,
+        ..config(32, 4)
+    });
     let (prompt, params) = (prompt(1, 17), greedy(9));
     for _ in 0..3 {
         let id = simulator.submit(&prompt, &params);
@@ -67,13 +72,24 @@ fn without_prefix_caching_nothing_is_found() {
 fn samples_share_one_prefill() {
     let mut simulator = Simulator::new(config(64, 4));
     let prompt = prompt(3, 14);
-    let params = SamplingParams { n: 5, seed: 77, ..greedy(12) };
+    let params = SamplingParams {
+        n: 5,
+        seed: 77,
+        ..greedy(12)
+    };
     let id = simulator.submit(&prompt, &params);
     let header = simulator.step().unwrap();
     assert_eq!((header.num_tokens, header.num_rows), (14, 5));
-    assert_eq!(simulator.scheduler.pool().num_owned(), 4, "all samples hold the same blocks");
+    assert_eq!(
+        simulator.scheduler.pool().num_owned(),
+        4,
+        "all samples hold the same blocks"
+    );
     let header = simulator.step().unwrap();
-    assert!(header.num_copies < header.num_sequences, "the last owner of the tail writes in place");
+    assert!(
+        header.num_copies < header.num_sequences,
+        "the last owner of the tail writes in place"
+    );
     simulator.run(40);
     for sample_index in 0..5 {
         simulator.assert_complete((id, sample_index), &prompt, &params);
@@ -84,9 +100,16 @@ fn samples_share_one_prefill() {
 
 #[test]
 fn more_samples_than_may_run_all_finish() {
-    let mut simulator = Simulator::new(pagedkv::config::CoreConfig { max_num_seqs: 2, ..config(64, 4) });
+    let mut simulator = Simulator::new(pagedkv::config::CoreConfig {
+        max_num_seqs: 2,
+        ..config(64, 4)
+    });
     let prompt = prompt(3, 14);
-    let params = SamplingParams { n: 9, seed: 5, ..greedy(12) };
+    let params = SamplingParams {
+        n: 9,
+        seed: 5,
+        ..greedy(12)
+    };
     let id = simulator.submit(&prompt, &params);
     simulator.run(200);
     for sample_index in 0..9 {
@@ -98,14 +121,23 @@ fn more_samples_than_may_run_all_finish() {
 #[test]
 fn a_small_pool_preempts_and_changes_no_token() {
     let mut simulator = Simulator::new(config(12, 4));
-    let params = SamplingParams { ignore_eos: true, ..greedy(24) };
+    let params = SamplingParams {
+        ignore_eos: true,
+        ..greedy(24)
+    };
     let prompts: Vec<Vec<u32>> = (0..6).map(|seed| prompt(seed, 12)).collect();
-    let ids: Vec<RequestId> = prompts.iter().map(|prompt| simulator.submit(prompt, &params)).collect();
+    let ids: Vec<RequestId> = prompts
+        .iter()
+        .map(|prompt| simulator.submit(prompt, &params))
+        .collect();
     simulator.step().unwrap();
     while simulator.scheduler.has_work() {
         simulator.step();
         if let Some(oldest) = simulator.scheduler.sequences().first() {
-            assert!(oldest.request != ids[0] || oldest.num_preemptions == 0, "the oldest is never preempted");
+            assert!(
+                oldest.request != ids[0] || oldest.num_preemptions == 0,
+                "the oldest is never preempted"
+            );
         }
     }
     for (id, prompt) in ids.iter().zip(&prompts) {
@@ -120,7 +152,10 @@ fn a_small_pool_preempts_and_changes_no_token() {
 
 #[test]
 fn a_prompt_is_admitted_only_with_all_its_blocks() {
-    let mut simulator = Simulator::new(pagedkv::config::CoreConfig { max_num_batched_tokens: 8, ..config(16, 4) });
+    let mut simulator = Simulator::new(pagedkv::config::CoreConfig {
+        max_num_batched_tokens: 8,
+        ..config(16, 4)
+    });
     for seed in 0..5 {
         simulator.submit(&prompt(seed, 16), &greedy(1));
     }
@@ -128,15 +163,27 @@ fn a_prompt_is_admitted_only_with_all_its_blocks() {
         simulator.step();
     }
     let stats = simulator.scheduler.edge().stats();
-    assert_eq!((stats.preemptions, stats.finished_length + stats.finished_stop), (0, 5));
+    assert_eq!(
+        (stats.preemptions, stats.finished_length + stats.finished_stop),
+        (0, 5)
+    );
 }
 
 #[test]
 fn what_never_fits_is_refused_with_the_numbers() {
     let simulator = Simulator::new(config(10, 4));
-    let submit = |len, max_tokens| simulator.scheduler.edge().submit(prompt(0, len), greedy(max_tokens), vec![]);
+    let submit = |len, max_tokens| {
+        simulator
+            .scheduler
+            .edge()
+            .submit(prompt(0, len), greedy(max_tokens), vec![])
+    };
     let message = |result: Result<_, SubmitError>| result.unwrap_err().to_string();
-    assert!(message(submit(40, 2)).contains("need 11 blocks"), "{}", message(submit(40, 2)));
+    assert!(
+        message(submit(40, 2)).contains("need 11 blocks"),
+        "{}",
+        message(submit(40, 2))
+    );
     assert!(message(submit(250, 7)).contains("maximum context length is 256 tokens"));
     assert!(message(submit(0, 1)).contains("prompt is empty"));
     assert!(message(submit(1, 0)).contains("max_tokens is 0"));
@@ -145,7 +192,10 @@ fn what_never_fits_is_refused_with_the_numbers() {
 
 #[test]
 fn a_full_queue_refuses_and_accepts_again() {
-    let mut simulator = Simulator::new(pagedkv::config::CoreConfig { max_queued_requests: 3, ..config(10, 4) });
+    let mut simulator = Simulator::new(pagedkv::config::CoreConfig {
+        max_queued_requests: 3,
+        ..config(10, 4)
+    });
     for seed in 0..3 {
         simulator.submit(&prompt(seed, 3), &greedy(1));
     }
@@ -159,11 +209,21 @@ fn a_full_queue_refuses_and_accepts_again() {
 
 #[test]
 fn an_abort_frees_in_every_state() {
-    let params = SamplingParams { n: 3, ignore_eos: true, ..greedy(30) };
+    let params = SamplingParams {
+        n: 3,
+        ignore_eos: true,
+        ..greedy(30)
+    };
     for num_steps in 0..12 {
-        let sizes = pagedkv::config::CoreConfig { max_num_batched_tokens: 9, max_num_seqs: 4, ..config(20, 4) };
+        let sizes = pagedkv::config::CoreConfig {
+            max_num_batched_tokens: 9,
+            max_num_seqs: 4,
+            ..config(20, 4)
+        };
         let mut simulator = Simulator::new(sizes);
-        let ids: Vec<RequestId> = (0..3).map(|seed| simulator.submit(&prompt(seed, 30), &params)).collect();
+        let ids: Vec<RequestId> = (0..3)
+            .map(|seed| simulator.submit(&prompt(seed, 30), &params))
+            .collect();
         for _ in 0..num_steps {
             simulator.step();
         }
@@ -182,7 +242,10 @@ fn an_abort_frees_in_every_state() {
 #[test]
 fn an_early_end_keeps_nothing_beyond_it() {
     let mut simulator = Simulator::new(config(20, 4));
-    let params = SamplingParams { ignore_eos: true, ..greedy(40) };
+    let params = SamplingParams {
+        ignore_eos: true,
+        ..greedy(40)
+    };
     let prompt = prompt(2, 6);
     let id = simulator.submit(&prompt, &params);
     for _ in 0..12 {
@@ -192,7 +255,10 @@ fn an_early_end_keeps_nothing_beyond_it() {
     simulator.run(3);
     assert_eq!(simulator.ended[&(id, 0)], 1);
     assert_eq!(simulator.scheduler.edge().stats().generation_tokens, 3);
-    assert!(simulator.scheduler.pool().num_idle() <= 2, "9 tokens fill two blocks");
+    assert!(
+        simulator.scheduler.pool().num_idle() <= 2,
+        "9 tokens fill two blocks"
+    );
     simulator.scheduler.edge().finish(id, 0, 3);
     simulator.run(3);
     simulator.assert_empty();
@@ -200,20 +266,38 @@ fn an_early_end_keeps_nothing_beyond_it() {
 
 #[test]
 fn a_failed_step_ends_its_requests_only() {
-    let sizes = pagedkv::config::CoreConfig { max_num_seqs: 2, ..config(20, 4) };
+    let sizes = pagedkv::config::CoreConfig {
+        max_num_seqs: 2,
+        ..config(20, 4)
+    };
     let mut simulator = Simulator::new(sizes);
     let params = greedy(4);
     let prompts: Vec<Vec<u32>> = (0..3).map(|seed| prompt(seed, 6)).collect();
-    let ids: Vec<RequestId> = prompts.iter().map(|prompt| simulator.submit(prompt, &params)).collect();
-    let header = simulator.scheduler.schedule(&mut simulator.arena).unwrap().unwrap();
+    let ids: Vec<RequestId> = prompts
+        .iter()
+        .map(|prompt| simulator.submit(prompt, &params))
+        .collect();
+    let header = simulator
+        .scheduler
+        .schedule(&mut simulator.arena)
+        .unwrap()
+        .unwrap();
     assert_eq!(header.num_sequences, 2);
     let again = simulator.scheduler.schedule(&mut simulator.arena);
-    assert_eq!(again.unwrap_err(), StepError::InFlight { step_id: header.step_id });
+    assert_eq!(
+        again.unwrap_err(),
+        StepError::InFlight {
+            step_id: header.step_id
+        }
+    );
     simulator.scheduler.fail_step().unwrap();
     simulator.check();
     assert!(simulator.scheduler.fail_step().is_err());
     simulator.run(20);
-    assert_eq!((simulator.ended[&(ids[0], 0)], simulator.ended[&(ids[1], 0)]), (4, 4));
+    assert_eq!(
+        (simulator.ended[&(ids[0], 0)], simulator.ended[&(ids[1], 0)]),
+        (4, 4)
+    );
     simulator.assert_complete((ids[2], 0), &prompts[2], &params);
     simulator.assert_empty();
 }
@@ -226,12 +310,29 @@ fn calls_out_of_turn_change_nothing() {
     let (prompt, params) = (prompt(0, 5), greedy(3));
     let id = simulator.submit(&prompt, &params);
     assert!(simulator.scheduler.schedule(&mut [0; 4]).is_err());
-    let header = simulator.scheduler.schedule(&mut simulator.arena).unwrap().unwrap();
-    assert!(simulator.scheduler.commit(header.step_id + 1, &[1], &mut states).is_err());
-    assert!(simulator.scheduler.commit(header.step_id, &[1, 2], &mut states).is_err());
+    let header = simulator
+        .scheduler
+        .schedule(&mut simulator.arena)
+        .unwrap()
+        .unwrap();
+    assert!(
+        simulator
+            .scheduler
+            .commit(header.step_id + 1, &[1], &mut states)
+            .is_err()
+    );
+    assert!(
+        simulator
+            .scheduler
+            .commit(header.step_id, &[1, 2], &mut states)
+            .is_err()
+    );
     simulator.check();
     let tokens = simulator.forward(&header);
-    simulator.scheduler.commit(header.step_id, &tokens, &mut states).unwrap();
+    simulator
+        .scheduler
+        .commit(header.step_id, &tokens, &mut states)
+        .unwrap();
     assert_eq!(tokens[0].cast_unsigned(), expected(&prompt, &params, 0).0[0]);
     simulator.run(10);
     assert!(simulator.ended.contains_key(&(id, 0)));
@@ -240,17 +341,47 @@ fn calls_out_of_turn_change_nothing() {
 /// The arena of one mixed step, word for word: the Python tests read the same file.
 #[test]
 fn the_arena_equals_the_golden_file() {
-    let sizes = pagedkv::config::CoreConfig { max_num_batched_tokens: 12, ..config(20, 4) };
+    let sizes = pagedkv::config::CoreConfig {
+        max_num_batched_tokens: 12,
+        ..config(20, 4)
+    };
     let mut simulator = Simulator::new(sizes);
-    let decode = SamplingParams { temperature: 0.5, top_p: 0.9, min_p: 0.1, top_k: 7, seed: 1 << 40 | 5, ignore_eos: true, ..greedy(9) };
+    let decode = SamplingParams {
+        temperature: 0.5,
+        top_p: 0.9,
+        min_p: 0.1,
+        top_k: 7,
+        seed: 1 << 40 | 5,
+        ignore_eos: true,
+        ..greedy(9)
+    };
     simulator.submit(&prompt(1, 5), &decode);
     simulator.step().unwrap();
-    simulator.submit(&prompt(2, 6), &SamplingParams { n: 2, num_logprobs: 3, ..greedy(9) });
+    simulator.submit(
+        &prompt(2, 6),
+        &SamplingParams {
+            n: 2,
+            num_logprobs: 3,
+            ..greedy(9)
+        },
+    );
     let left = simulator.submit(&prompt(4, 6), &greedy(9));
     simulator.submit(&prompt(3, 20), &greedy(9));
     simulator.scheduler.edge().abort(left);
-    let header = simulator.scheduler.schedule(&mut simulator.arena).unwrap().unwrap();
-    assert_eq!((header.num_decodes, header.num_sequences, header.num_rows, header.num_ended), (1, 3, 3, 1));
+    let header = simulator
+        .scheduler
+        .schedule(&mut simulator.arena)
+        .unwrap()
+        .unwrap();
+    assert_eq!(
+        (
+            header.num_decodes,
+            header.num_sequences,
+            header.num_rows,
+            header.num_ended
+        ),
+        (1, 3, 3, 1)
+    );
     let last = section(&simulator.arena, Section::Ended).as_ptr_range().end;
     let len = (last as usize - simulator.arena.as_ptr() as usize) / size_of::<i32>();
     let words: Vec<String> = simulator.arena[..len].iter().map(i32::to_string).collect();
@@ -261,7 +392,12 @@ fn the_arena_equals_the_golden_file() {
 
 #[derive(Clone, Debug)]
 enum Operation {
-    Submit { seed: u32, len: usize, max_tokens: u32, n: u32 },
+    Submit {
+        seed: u32,
+        len: usize,
+        max_tokens: u32,
+        n: u32,
+    },
     Step,
     Abort(usize),
     Finish(usize, u32),
@@ -269,8 +405,18 @@ enum Operation {
 }
 
 fn operations() -> impl Strategy<Value = Vec<Operation>> {
-    let submit = (0u32..4, 1usize..40, 1u32..30, prop_oneof![4 => Just(1u32), 1 => 2u32..5])
-        .prop_map(|(seed, len, max_tokens, n)| Operation::Submit { seed, len, max_tokens, n });
+    let submit = (
+        0u32..4,
+        1usize..40,
+        1u32..30,
+        prop_oneof![4 => Just(1u32), 1 => 2u32..5],
+    )
+        .prop_map(|(seed, len, max_tokens, n)| Operation::Submit {
+            seed,
+            len,
+            max_tokens,
+            n,
+        });
     let operation = prop_oneof![
         4 => submit,
         12 => Just(Operation::Step),
@@ -294,11 +440,29 @@ fn outputs_do_not_depend_on_load(sizes: pagedkv::config::CoreConfig, operations:
     let mut submitted: Vec<Submitted> = Vec::new();
     for operation in operations {
         match *operation {
-            Operation::Submit { seed, len, max_tokens, n } => {
-                let params = SamplingParams { n, seed: u64::from(seed), ..greedy(max_tokens) };
+            Operation::Submit {
+                seed,
+                len,
+                max_tokens,
+                n,
+            } => {
+                let params = SamplingParams {
+                    n,
+                    seed: u64::from(seed),
+                    ..greedy(max_tokens)
+                };
                 let prompt = prompt(seed, len);
-                if let Ok(id) = simulator.scheduler.edge().submit(prompt.clone(), params.clone(), vec![]) {
-                    submitted.push(Submitted { id, prompt, params, disturbed: false });
+                if let Ok(id) = simulator
+                    .scheduler
+                    .edge()
+                    .submit(prompt.clone(), params.clone(), vec![])
+                {
+                    submitted.push(Submitted {
+                        id,
+                        prompt,
+                        params,
+                        disturbed: false,
+                    });
                 }
             }
             Operation::Step => drop(simulator.step()),
@@ -309,7 +473,10 @@ fn outputs_do_not_depend_on_load(sizes: pagedkv::config::CoreConfig, operations:
             }
             Operation::Finish(which, len) => {
                 if let Some(at) = which.checked_rem(submitted.len()) {
-                    let generated = simulator.generated.get(&(submitted[at].id, 0)).map_or(0, Vec::len);
+                    let generated = simulator
+                        .generated
+                        .get(&(submitted[at].id, 0))
+                        .map_or(0, Vec::len);
                     if generated >= len as usize {
                         submitted[at].disturbed = true;
                         simulator.scheduler.edge().finish(submitted[at].id, 0, len);
@@ -324,7 +491,13 @@ fn outputs_do_not_depend_on_load(sizes: pagedkv::config::CoreConfig, operations:
     }
     simulator.run(20_000);
     simulator.assert_empty();
-    for Submitted { id, prompt, params, disturbed } in &submitted {
+    for Submitted {
+        id,
+        prompt,
+        params,
+        disturbed,
+    } in &submitted
+    {
         for sample_index in 0..params.n {
             let sample = (*id, sample_index);
             if *disturbed {
@@ -337,7 +510,13 @@ fn outputs_do_not_depend_on_load(sizes: pagedkv::config::CoreConfig, operations:
             }
         }
     }
-    assert_eq!(simulator.ended.len(), submitted.iter().map(|request| request.params.n as usize).sum::<usize>());
+    assert_eq!(
+        simulator.ended.len(),
+        submitted
+            .iter()
+            .map(|request| request.params.n as usize)
+            .sum::<usize>()
+    );
 }
 
 proptest! {

@@ -27,11 +27,15 @@ pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
 }
 
 pub(crate) fn greedy(max_tokens: u32) -> SamplingParams {
-    SamplingParams { max_tokens, ..SamplingParams::default() }
+    SamplingParams {
+        max_tokens,
+        ..SamplingParams::default()
+    }
 }
 
 fn mix(chain: u64, token: u32) -> u64 {
-    let mut word = (chain ^ u64::from(token).wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mut word =
+        (chain ^ u64::from(token).wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     word ^= word >> 29;
     word.wrapping_mul(0x94d0_49bb_1331_11eb) ^ (word >> 32)
 }
@@ -87,11 +91,22 @@ impl Simulator {
         let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();
         let arena = vec![-7; scheduler.arena_len()];
         let (generated, ended, cached) = (HashMap::new(), HashMap::new(), HashMap::new());
-        Self { scheduler, arena, cells, block_size, generated, ended, cached }
+        Self {
+            scheduler,
+            arena,
+            cells,
+            block_size,
+            generated,
+            ended,
+            cached,
+        }
     }
 
     pub(crate) fn submit(&self, prompt: &[u32], params: &SamplingParams) -> RequestId {
-        self.scheduler.edge().submit(prompt.to_vec(), params.clone(), Vec::new()).unwrap()
+        self.scheduler
+            .edge()
+            .submit(prompt.to_vec(), params.clone(), Vec::new())
+            .unwrap()
     }
 
     pub(crate) fn check(&self) {
@@ -109,7 +124,9 @@ impl Simulator {
         if header.num_tokens > 0 {
             let tokens = self.forward(&header);
             let mut states = Vec::new();
-            self.scheduler.commit(header.step_id, &tokens, &mut states).unwrap();
+            self.scheduler
+                .commit(header.step_id, &tokens, &mut states)
+                .unwrap();
             self.check();
             self.note_rows(&tokens, &states);
         }
@@ -134,22 +151,37 @@ impl Simulator {
         self.copy_blocks();
         let arena = self.arena.clone();
         let view = |wanted| section(&arena, wanted);
-        let (tokens, positions, slots) =
-            (view(Section::TokenIds), view(Section::Positions), view(Section::SlotMapping));
+        let (tokens, positions, slots) = (
+            view(Section::TokenIds),
+            view(Section::Positions),
+            view(Section::SlotMapping),
+        );
         assert_eq!(tokens.len(), header.num_tokens as usize);
-        assert_eq!(slots.iter().collect::<HashSet<_>>().len(), slots.len(), "a slot is written once");
+        assert_eq!(
+            slots.iter().collect::<HashSet<_>>().len(),
+            slots.len(),
+            "a slot is written once"
+        );
         let (starts, table_starts) = (view(Section::QueryStart), view(Section::TableStart));
         for sequence in 0..header.num_sequences as usize {
-            let table = &view(Section::BlockIds)[table_starts[sequence] as usize..table_starts[sequence + 1] as usize];
+            let table = &view(Section::BlockIds)
+                [table_starts[sequence] as usize..table_starts[sequence + 1] as usize];
             for at in starts[sequence] as usize..starts[sequence + 1] as usize {
                 let (position, slot) = (positions[at] as usize, slots[at] as usize);
                 let block = table[position / self.block_size];
-                assert_eq!(slot, block as usize * self.block_size + position % self.block_size);
+                assert_eq!(
+                    slot,
+                    block as usize * self.block_size + position % self.block_size
+                );
                 assert!(
                     self.scheduler.pool().is_writable(BlockId(block.cast_unsigned())),
                     "block {block} is written, but shared or published"
                 );
-                let before = if position == 0 { 1 } else { self.cell(table, position - 1) };
+                let before = if position == 0 {
+                    1
+                } else {
+                    self.cell(table, position - 1)
+                };
                 self.cells[slot] = mix(before, tokens[at].cast_unsigned());
             }
         }
@@ -159,7 +191,11 @@ impl Simulator {
             .zip(sampling)
             .map(|(&row, words)| {
                 let seed = id(words[4], words[5]).0;
-                let token = sample(self.cells[slots[row as usize] as usize], seed, words[6].cast_unsigned());
+                let token = sample(
+                    self.cells[slots[row as usize] as usize],
+                    seed,
+                    words[6].cast_unsigned(),
+                );
                 token.cast_signed()
             })
             .collect()
@@ -169,7 +205,12 @@ impl Simulator {
     fn copy_blocks(&mut self) {
         let copies: Vec<(usize, usize)> = section(&self.arena, Section::Copies)
             .chunks(2)
-            .map(|pair| (pair[0] as usize * self.block_size, pair[1] as usize * self.block_size))
+            .map(|pair| {
+                (
+                    pair[0] as usize * self.block_size,
+                    pair[1] as usize * self.block_size,
+                )
+            })
             .collect();
         let before = self.cells.clone();
         for (src, dst) in copies {
@@ -187,7 +228,10 @@ impl Simulator {
         let rows: Vec<i32> = section(&self.arena, Section::Rows).to_vec();
         for ((words, &token), &state) in rows.chunks(4).zip(tokens).zip(states) {
             let sample = (id(words[0], words[1]), words[2].cast_unsigned());
-            self.generated.entry(sample).or_default().push(token.cast_unsigned());
+            self.generated
+                .entry(sample)
+                .or_default()
+                .push(token.cast_unsigned());
             self.cached.insert(sample.0, words[3].cast_unsigned());
             if state != 0 {
                 self.end(sample, state);
@@ -215,6 +259,9 @@ impl Simulator {
         assert_eq!((pool.num_owned(), pool.num_fenced()), (0, 0));
         assert_eq!(pool.num_free() + pool.num_idle(), pool.num_blocks());
         let stats = self.scheduler.edge().stats();
-        assert_eq!((stats.num_running, stats.num_waiting, stats.wasted_slots), (0, 0, 0));
+        assert_eq!(
+            (stats.num_running, stats.num_waiting, stats.wasted_slots),
+            (0, 0, 0)
+        );
     }
 }
