@@ -158,8 +158,12 @@ impl RequestFlags {
             .is_some_and(|slot| slot.word.load(Ordering::Acquire) == pack(id.generation(), ABORTED))
     }
 
-    /// Whether an abort was raised since the last call. Owner only: on `true` it must look at the flags of all its requests,
-    /// since the next call answers `false`. An abort that comes during that scan is seen by it, or reported by the next call.
+    /// Whether an abort was raised since the last call. Owner only: on `true` it must look at the flags of all its
+    /// requests, since the next call answers `false`. An abort that comes during that scan is seen by it, or reported by
+    /// the next call.
+    ///
+    /// A request may be aborted on its way through the inbox, and its bell be taken before it arrives: so the owner also
+    /// asks [`Self::is_aborted`] for each request that it receives.
     #[inline]
     pub fn take_any_aborted(&self) -> bool {
         // A look first, so that the common answer costs no write. Relaxed: an abort that happened before this call is
@@ -176,16 +180,24 @@ impl RequestFlags {
     pub fn retire(&self, id: RequestId) {
         let slot = &self.slots[id.slot() as usize];
         // Relaxed: only the holder changes the generation, or takes the slot to and from "free".
-        let word = slot.word.load(Ordering::Relaxed);
-        assert!(
-            high(word) == id.generation() && low(word) != FREE,
-            "{id:?} is retired twice: its slot is in generation {}",
-            high(word)
-        );
-        // Relaxed: the release in `release_slot` publishes it to the next holder. An abort that comes between the load and
-        // this store is overwritten; it was for a request that has ended.
-        slot.word
-            .store(pack(id.generation().wrapping_add(1), FREE), Ordering::Relaxed);
+        let mut word = slot.word.load(Ordering::Relaxed);
+        let next = pack(id.generation().wrapping_add(1), FREE);
+        loop {
+            assert!(
+                high(word) == id.generation() && low(word) != FREE,
+                "{id:?} is retired twice: its slot is in generation {}",
+                high(word)
+            );
+            // Fails if an abort comes in between; it is for a request that has ended, and this overwrites it. Relaxed: the
+            // release in `release_slot` publishes the word to the slot's next holder.
+            match slot
+                .word
+                .compare_exchange_weak(word, next, Ordering::Relaxed, Ordering::Relaxed)
+            {
+                Ok(_) => break,
+                Err(current) => word = current,
+            }
+        }
         self.num_live.fetch_sub(1, Ordering::Relaxed);
         self.release_slot(id.slot());
     }

@@ -13,3 +13,4 @@ mod block;
 mod edge_stress;
 mod scheduler;
 mod simulator;
+mod sync_stress;
