@@ -1,4 +1,5 @@
-//! The invariants of the pool, checked in O(pool): after every operation in tests, and on demand in a running engine.
+//! The invariants of the pool, checked in O(pool): after every operation in tests, and on demand in a running
+//! engine.
 
 use super::pool::{BlockPool, BlockState, Holds};
 use super::prefix::Parent;

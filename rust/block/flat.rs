@@ -1,18 +1,20 @@
 //! A flat hash table from hashes to block ids: open addressing, linear probing, backward-shift deletion.
 //!
-//! An entry is one `u64`: the high half of the hash, then the block id. The half hash also names the entry's home slot,
-//! so deleting moves entries without looking anything up. No block has id 0, hence a zero entry is an empty slot.
+//! An entry is one `u64`: the high half of the hash, then the block id. The half hash also names the entry's
+//! home slot, so deleting moves entries without looking anything up. No block has id 0, hence a zero entry is
+//! an empty slot.
 
 use crate::ids::BlockId;
 
-/// Fetches the cache line of `slice[index]` ahead of its use. A hint: it does nothing where the target has no such
-/// instruction in stable Rust.
+/// Fetches the cache line of `slice[index]` ahead of its use. A hint: it does nothing where the target has no
+/// such instruction in stable Rust.
 #[inline]
 pub(super) fn prefetch<T>(slice: &[T], index: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if let Some(item) = slice.get(index) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: prefetching reads no memory that the program can see, and the address is that of a live item.
+        // SAFETY: prefetching reads no memory that the program can see, and the address is that of a live
+        // item.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(item).cast()) }
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
@@ -68,7 +70,8 @@ impl FlatTable {
         (slot + 1) & (self.entries.len() - 1)
     }
 
-    /// The first block under `hash` that `accept` takes. It is asked only about blocks with the same half hash.
+    /// The first block under `hash` that `accept` takes. It is asked only about blocks with the same half
+    /// hash.
     #[inline]
     pub(super) fn find(&self, hash: u64, mut accept: impl FnMut(BlockId) -> bool) -> Option<BlockId> {
         let mut slot = self.home(hash);
@@ -126,7 +129,8 @@ impl FlatTable {
         let mask = self.entries.len() - 1;
         let mut slot = self.after(gap);
         while self.entries[slot] != 0 {
-            // An entry may move to the gap unless its home lies after the gap, on the way from the gap to the entry.
+            // An entry may move to the gap unless its home lies after the gap, on the way from the gap to the
+            // entry.
             let from_home = slot.wrapping_sub(self.home(self.entries[slot])) & mask;
             let from_gap = slot.wrapping_sub(gap) & mask;
             if from_home >= from_gap {

@@ -1,7 +1,8 @@
 //! The chained hash of the prefix index: a keyed 64-bit fold over a block's tokens and its parent's hash.
 //!
-//! The hash decides where the index looks, never what it answers, so it needs speed and a key (against prompts built
-//! to collide), not cryptographic strength. The fold is of the wyhash class: 64x64 -> 128 bit products, halves xored.
+//! The hash decides where the index looks, never what it answers, so it needs speed and a key (against
+//! prompts built to collide), not cryptographic strength. The fold is of the wyhash class: 64x64 -> 128 bit
+//! products, halves xored.
 
 /// Tokens taken by one round of the fold.
 const ROUND_TOKENS: usize = 16;
@@ -56,7 +57,8 @@ impl BlockHasher {
         hash
     }
 
-    /// Folds one round of tokens into `hash`. The four products are independent, so a round costs the latency of two.
+    /// Folds one round of tokens into `hash`. The four products are independent, so a round costs the latency
+    /// of two.
     #[inline]
     fn round(&self, hash: u64, words: &[u32; ROUND_TOKENS]) -> u64 {
         let [k0, k1, k2, k3] = self.key;

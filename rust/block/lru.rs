@@ -1,7 +1,8 @@
 //! The idle list: published blocks that nobody holds, in the order in which they will be evicted.
 //!
-//! An intrusive doubly linked list over block ids, so that a block taken up again leaves from the middle in O(1) and
-//! no operation allocates. The null block, which is never idle, is the sentinel that closes the ring.
+//! An intrusive doubly linked list over block ids, so that a block taken up again leaves from the middle in
+//! O(1) and no operation allocates. The null block, which is never idle, is the sentinel that closes the
+//! ring.
 
 use crate::ids::BlockId;
 

@@ -1,7 +1,7 @@
 //! Blocks of the KV cache: who holds them, which can be found again, which may be taken.
 //!
-//! The scheduler is the only caller, from one thread, through `&mut`: nothing here is atomic or locked. The module
-//! knows block ids and token ids and never touches a tensor.
+//! The scheduler is the only caller, from one thread, through `&mut`: nothing here is atomic or locked. The
+//! module knows block ids and token ids and never touches a tensor.
 //!
 //! # Life of a block
 //!
@@ -21,16 +21,17 @@
 //!    +----------------------------------------------------+
 //! ```
 //!
-//! A block is in exactly one state, and the state follows from three facts about it: how many tables hold it, how
-//! many copy leases it has, and whether it is published. Only `free` and `idle` blocks can be allocated.
+//! A block is in exactly one state, and the state follows from three facts about it: how many tables hold it,
+//! how many copy leases it has, and whether it is published. Only `free` and `idle` blocks can be allocated.
 //!
 //! # Rules
 //!
-//! - A block held by two tables, or published, is never written: [`BlockTable::reserve`] copies it first. A lease does
-//!   not stop a write, because all copies of a step run before its first write; it stops the block from becoming the
-//!   destination of another copy of the same step.
-//! - Tables that hold a block hold the same blocks before it. So a published child has a published parent, a parent
-//!   is held wherever its child is, and releasing a table tail first puts children before parents on the idle list.
+//! - A block held by two tables, or published, is never written: [`BlockTable::reserve`] copies it first. A
+//!   lease does not stop a write, because all copies of a step run before its first write; it stops the block
+//!   from becoming the destination of another copy of the same step.
+//! - Tables that hold a block hold the same blocks before it. So a published child has a published parent, a
+//!   parent is held wherever its child is, and releasing a table tail first puts children before parents on
+//!   the idle list.
 //! - A block is found by its tokens and its parent, compared in full; the hash only says where to look.
 //! - Whatever can fail for want of blocks is decided before anything changes.
 

@@ -1,8 +1,8 @@
 //! The pool: the state of every block, and the only code that changes it.
 //!
-//! Callers that hold several blocks of a sequence go through [`super::BlockTable`], which keeps the order of releases
-//! right. Misuse that an O(1) test can see (a release too many, a block that is not held) panics in every build:
-//! going on would hand one request's memory to another.
+//! Callers that hold several blocks of a sequence go through [`super::BlockTable`], which keeps the order of
+//! releases right. Misuse that an O(1) test can see (a release too many, a block that is not held) panics in
+//! every build: going on would hand one request's memory to another.
 
 use super::config::PoolConfig;
 use super::hash::BlockHasher;
@@ -146,7 +146,8 @@ impl BlockPool {
         self.num_evictions
     }
 
-    /// How often everything published was forgotten. A table made in an earlier epoch publishes nothing any more.
+    /// How often everything published was forgotten. A table made in an earlier epoch publishes nothing any
+    /// more.
     #[inline]
     pub fn epoch(&self) -> u64 {
         self.epoch
@@ -186,8 +187,8 @@ impl BlockPool {
         self.index.is_published(block)
     }
 
-    /// Whether the one table that holds the block may write to it: no other table holds it and nothing can find it.
-    /// Leases do not matter, because the copies of a step run before its writes.
+    /// Whether the one table that holds the block may write to it: no other table holds it and nothing can
+    /// find it. Leases do not matter, because the copies of a step run before its writes.
     #[inline]
     pub fn is_writable(&self, block: BlockId) -> bool {
         self.holds[block.index()].num_tables == 1 && !self.is_published(block)
@@ -241,8 +242,8 @@ impl BlockPool {
         count(self.index.roots.len())
     }
 
-    /// Finds the longest chain of published blocks that starts `tokens` under `root`. Changes nothing in the pool, in
-    /// particular not the order of eviction.
+    /// Finds the longest chain of published blocks that starts `tokens` under `root`. Changes nothing in the
+    /// pool, in particular not the order of eviction.
     pub fn lookup(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
         hit.blocks.clear();
         hit.hashes.clear();
@@ -270,8 +271,9 @@ impl BlockPool {
     /// Takes the front block off the idle list and out of the index.
     fn evict(&mut self) -> Option<BlockId> {
         let block = self.idle.front()?;
-        // Children that are idle lie before their parents, and those that a table holds keep their parents from being
-        // idle: what is left here are fenced ones. They lose their publication, and become free when the step ends.
+        // Children that are idle lie before their parents, and those that a table holds keep their parents
+        // from being idle: what is left here are fenced ones. They lose their publication, and become free
+        // when the step ends.
         let mut node = block;
         loop {
             if let Some(child) = self.index.first_child(node) {
@@ -295,8 +297,8 @@ impl BlockPool {
         Some(block)
     }
 
-    /// Adds a table to the holders of a block that is owned, idle or fenced. Whoever shares a block must share the
-    /// blocks before it too.
+    /// Adds a table to the holders of a block that is owned, idle or fenced. Whoever shares a block must
+    /// share the blocks before it too.
     ///
     /// # Panics
     /// If the block is free.
@@ -341,9 +343,9 @@ impl BlockPool {
         self.index.hasher.block(self.index.chain_hash(parent), tokens)
     }
 
-    /// Makes a full block findable, and returns the block that a lookup will find: an older one if one with the same
-    /// tokens and parent is published already, and then nothing changes here. Without prefix caching nothing is
-    /// published.
+    /// Makes a full block findable, and returns the block that a lookup will find: an older one if one with
+    /// the same tokens and parent is published already, and then nothing changes here. Without prefix caching
+    /// nothing is published.
     ///
     /// `hash` is that of [`Self::chain_hash`].
     ///
@@ -444,8 +446,8 @@ impl BlockPool {
             self.free.push(block);
             return;
         }
-        // Its parent may have become idle while it was fenced. It must be evicted before that parent, and so before
-        // all blocks that are behind the parent; of a fenced chain, the first one goes first.
+        // Its parent may have become idle while it was fenced. It must be evicted before that parent, and so
+        // before all blocks that are behind the parent; of a fenced chain, the first one goes first.
         let mut chain = vec![block];
         while let Some(Parent::Block(parent)) = self.parent(chain[chain.len() - 1])
             && self.ref_count(parent) == 0
@@ -463,8 +465,9 @@ impl BlockPool {
         }
     }
 
-    /// Forgets everything that is published, and returns how many blocks that was. Idle blocks become free; held ones
-    /// stay with their tables, which publish nothing any more: what they hold was computed before the reset.
+    /// Forgets everything that is published, and returns how many blocks that was. Idle blocks become free;
+    /// held ones stay with their tables, which publish nothing any more: what they hold was computed before
+    /// the reset.
     pub fn clear_prefix(&mut self) -> u32 {
         let num_published = self.num_published();
         while let Some(block) = self.idle.front() {

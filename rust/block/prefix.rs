@@ -1,11 +1,12 @@
 //! The prefix index: a radix tree whose edges are blocks, found through a flat hash table.
 //!
-//! A published block is a node. Its parent is the block before it, or the root of its salt; its hash chains the hashes
-//! of both. A lookup hashes all blocks of a prompt first, then probes one after another with the memory of the next
-//! ones already on its way, and accepts a node only if hash, parent and tokens are equal. By induction over the chain
-//! a hit is exact, whatever the hash function does.
+//! A published block is a node. Its parent is the block before it, or the root of its salt; its hash chains
+//! the hashes of both. A lookup hashes all blocks of a prompt first, then probes one after another with the
+//! memory of the next ones already on its way, and accepts a node only if hash, parent and tokens are equal.
+//! By induction over the chain a hit is exact, whatever the hash function does.
 //!
-//! Children of a node form a doubly linked list, so that publishing and unpublishing cost O(1) at any fan-out.
+//! Children of a node form a doubly linked list, so that publishing and unpublishing cost O(1) at any
+//! fan-out.
 
 use super::flat::{FlatTable, prefetch};
 use super::hash::BlockHasher;

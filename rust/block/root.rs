@@ -1,7 +1,7 @@
 //! Roots: one per salt, the parent of every first block under that salt.
 //!
-//! Namespaces are disjoint because their roots are different nodes, told apart by the bytes of the salt and not by a
-//! hash of them. A root lives as long as somebody holds it or a published block descends from it.
+//! Namespaces are disjoint because their roots are different nodes, told apart by the bytes of the salt and
+//! not by a hash of them. A root lives as long as somebody holds it or a published block descends from it.
 
 use std::collections::HashMap;
 

@@ -1,7 +1,8 @@
 //! The block table of one sequence: which block holds which positions.
 //!
-//! A table keeps what the pool cannot see: the order of its blocks. It shares a chain as a whole, releases from the
-//! tail, replaces what it may not write, and publishes in order. The scheduler owns the tables and passes the pool in.
+//! A table keeps what the pool cannot see: the order of its blocks. It shares a chain as a whole, releases
+//! from the tail, replaces what it may not write, and publishes in order. The scheduler owns the tables and
+//! passes the pool in.
 
 use super::pool::{BlockPool, count};
 use super::prefix::{Parent, PrefixHit};
@@ -30,7 +31,8 @@ impl fmt::Display for OutOfBlocks {
 
 impl std::error::Error for OutOfBlocks {}
 
-/// The blocks of one sequence, in order. Holds every one of them, and the root of its salt, until it is released.
+/// The blocks of one sequence, in order. Holds every one of them, and the root of its salt, until it is
+/// released.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "a table that is dropped without `release` leaks its blocks"]
 pub struct BlockTable {
@@ -39,7 +41,8 @@ pub struct BlockTable {
     root: Option<RootId>,
     /// Leading blocks that are published, or were until the pool forgot everything.
     num_published: u32,
-    /// Epoch of the pool when the first block came in. What was computed in an earlier epoch is not published.
+    /// Epoch of the pool when the first block came in. What was computed in an earlier epoch is not
+    /// published.
     epoch: u64,
     block_size: u32,
 }
@@ -95,7 +98,8 @@ impl BlockTable {
     /// Shares the first `num_blocks` blocks of a hit.
     ///
     /// # Panics
-    /// If the table is not empty, or if the hit is not the current one: blocks of it were evicted or forgotten.
+    /// If the table is not empty, or if the hit is not the current one: blocks of it were evicted or
+    /// forgotten.
     pub fn adopt(&mut self, pool: &mut BlockPool, hit: &PrefixHit, num_blocks: u32) {
         assert!(self.is_empty(), "a hit was adopted into a table that has blocks");
         let mut parent = Parent::Root(self.live_root());
@@ -110,8 +114,8 @@ impl BlockTable {
         self.epoch = pool.epoch();
     }
 
-    /// Blocks that [`Self::reserve`] would take now: growth, plus one for each block from `num_computed` on that the
-    /// table may not write.
+    /// Blocks that [`Self::reserve`] would take now: growth, plus one for each block from `num_computed` on
+    /// that the table may not write.
     pub fn cost(&self, pool: &BlockPool, num_computed: u32, num_tokens: u32) -> u32 {
         if num_computed == num_tokens {
             return 0;
@@ -124,9 +128,10 @@ impl BlockTable {
         count(replaced) + self.growth(num_tokens)
     }
 
-    /// Makes positions `num_computed..num_tokens` writable. A block that holds the first of them beside computed ones
-    /// is copied if it is shared or published: the pair (source, destination) is pushed to `copies`, and the source
-    /// is leased until the step ends. Later blocks that may not be written are replaced, and the table grows.
+    /// Makes positions `num_computed..num_tokens` writable. A block that holds the first of them beside
+    /// computed ones is copied if it is shared or published: the pair (source, destination) is pushed to
+    /// `copies`, and the source is leased until the step ends. Later blocks that may not be written are
+    /// replaced, and the table grows.
     ///
     /// # Errors
     /// If blocks are wanting; then nothing has changed.
@@ -192,8 +197,8 @@ impl BlockTable {
         pool.num_idle_among(adopted) + copied + growth
     }
 
-    /// Adopts the blocks of a hit that hold positions `0..num_computed` and reserves up to `num_tokens`, as one
-    /// operation. Hit blocks that are idle count as needed.
+    /// Adopts the blocks of a hit that hold positions `0..num_computed` and reserves up to `num_tokens`, as
+    /// one operation. Hit blocks that are idle count as needed.
     ///
     /// # Errors
     /// If blocks are wanting; then nothing has changed.
@@ -214,8 +219,8 @@ impl BlockTable {
         self.reserve(pool, num_computed, num_tokens, copies)
     }
 
-    /// A table that shares every block of this one. Full blocks should be published first: while two tables share a
-    /// block that is not published, it cannot be merged with an equal one.
+    /// A table that shares every block of this one. Full blocks should be published first: while two tables
+    /// share a block that is not published, it cannot be merged with an equal one.
     pub fn fork(&self, pool: &mut BlockPool) -> Self {
         pool.hold_root(self.live_root());
         for &block in &self.blocks {
@@ -227,9 +232,9 @@ impl BlockTable {
         }
     }
 
-    /// Publishes the blocks that `num_computed` tokens fill, once the step that computed them is committed. `tokens`
-    /// are all tokens of the sequence. Where an equal block is published already, the table takes that one and
-    /// releases its own.
+    /// Publishes the blocks that `num_computed` tokens fill, once the step that computed them is committed.
+    /// `tokens` are all tokens of the sequence. Where an equal block is published already, the table takes
+    /// that one and releases its own.
     ///
     /// # Panics
     /// If `num_computed` is beyond the table or beyond `tokens`.
@@ -253,7 +258,8 @@ impl BlockTable {
                 let canonical = pool.publish(own, parent, hash, tokens);
                 if canonical != own {
                     if shared {
-                        // The other holders keep their copy, and what they publish must follow what they hold.
+                        // The other holders keep their copy, and what they publish must follow what they
+                        // hold.
                         return;
                     }
                     pool.share(canonical);
@@ -266,8 +272,9 @@ impl BlockTable {
         }
     }
 
-    /// Drops the blocks past `num_tokens` and does not keep what they hold: a published block beyond the length, or
-    /// across it, is unpublished unless another table holds it or another sequence went on from it.
+    /// Drops the blocks past `num_tokens` and does not keep what they hold: a published block beyond the
+    /// length, or across it, is unpublished unless another table holds it or another sequence went on from
+    /// it.
     pub fn truncate(&mut self, pool: &mut BlockPool, num_tokens: u32) {
         let num_kept = num_tokens.div_ceil(self.block_size) as usize;
         while let Some(block) = self.pop_beyond(num_kept) {
@@ -278,7 +285,7 @@ impl BlockTable {
         if let Some(&across) = self.blocks.get(num_full as usize) {
             pool.unpublish_sole(across);
         }
-        self.num_published = self.num_published.min(num_full);
+        self.shortened(pool, num_full);
     }
 
     /// Releases the blocks from `num_blocks` on, tail first; those that are published stay findable.
@@ -286,10 +293,7 @@ impl BlockTable {
         while let Some(block) = self.pop_beyond(num_blocks as usize) {
             pool.release(block);
         }
-        self.num_published = self.num_published.min(num_blocks);
-        if self.is_empty() {
-            self.epoch = pool.epoch();
-        }
+        self.shortened(pool, num_blocks);
     }
 
     /// Releases every block, tail first, and the hold on the root. The table is of no use afterwards.
@@ -301,6 +305,14 @@ impl BlockTable {
         self.release_tail(pool, 0);
         pool.release_root(root);
         self.root = None;
+    }
+
+    /// Called when at most `num_blocks` leading blocks are left as they were.
+    fn shortened(&mut self, pool: &BlockPool, num_blocks: u32) {
+        self.num_published = self.num_published.min(num_blocks);
+        if self.is_empty() {
+            self.epoch = pool.epoch();
+        }
     }
 
     /// Takes the last block off the table if it has more than `len`.

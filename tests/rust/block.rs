@@ -1,6 +1,11 @@
 //! Tests of the block pool, the prefix index and the block tables.
 
 mod examples;
+mod model;
+mod op;
+mod random;
+mod worked_example;
+mod world;
 
 use pagedkv::block::{BlockPool, BlockTable, PoolConfig, PrefixHit, RootId};
 use pagedkv::ids::BlockId;
@@ -37,11 +42,27 @@ pub(crate) fn lookup(pool: &BlockPool, root: RootId, tokens: &[u32]) -> PrefixHi
 
 /// A table whose `tokens` were computed and published.
 pub(crate) fn computed(pool: &mut BlockPool, root: RootId, tokens: &[u32]) -> BlockTable {
-    let num_tokens = u32::try_from(tokens.len()).unwrap();
+    let num_tokens = u32::try_from(tokens.len()).expect("few tokens");
     let mut table = BlockTable::new(root, pool);
     table
         .reserve(pool, 0, num_tokens, &mut Vec::new())
         .expect("the pool has room");
     table.publish(pool, tokens, num_tokens);
     table
+}
+
+/// Tokens `from..=to`.
+pub(crate) fn text(from: u32, to: u32) -> Vec<u32> {
+    (from..=to).collect()
+}
+
+/// Blocks that a lookup finds, as numbers.
+pub(crate) fn found(pool: &BlockPool, root: RootId, tokens: &[u32]) -> Vec<u32> {
+    ids(&lookup(pool, root, tokens).blocks)
+}
+
+/// The idle blocks of a sound pool in order of eviction, as numbers.
+pub(crate) fn idle(pool: &BlockPool) -> Vec<u32> {
+    pool.check().expect("the invariants hold");
+    pool.idle_blocks().map(|block| block.0).collect()
 }
