@@ -113,3 +113,64 @@ class Edge:
 
 def cpu_features() -> list[str]:
     """Instruction set extensions of this processor that the kernels know, e.g. ["avx2", "avx512f", "avx512bf16"]."""
+
+def cpu_isa() -> str:
+    """The instruction set that the kernels run on here: "avx512", "avx2" or "portable"."""
+
+def set_num_threads(num_threads: int) -> None:
+    """Sets the number of threads of the kernels, for the whole process. Raises ValueError below 1 and above 1024."""
+
+def num_threads() -> int:
+    """The number of threads of the kernels; at first one for every processor that the process may use."""
+
+# A tensor in ordinary memory whose rows are dense: address of the first element, shape, strides in elements. The callee
+# follows the address: the caller answers for it, and for nobody changing the memory meanwhile.
+_Tensor = tuple[int, Sequence[int], Sequence[int]]
+# Address and number of dense int32.
+_Indices = tuple[int, int]
+
+def paged_attention(
+    out: _Tensor,
+    query: _Tensor,
+    key_cache: _Tensor,
+    value_cache: _Tensor,
+    batch: tuple[_Indices, _Indices, _Indices, _Indices],
+    row_type: str,
+    cache_type: str,
+    scale: float,
+) -> None:
+    """Causal attention over the paged cache: `pagedkv.ops.Ops.paged_attention`.
+
+    out and query are [T, H, D] of `row_type`, the caches [NB, G, block_size, D] of `cache_type` (both "float32",
+    "bfloat16" or "float16"); batch is query_start, seq_lens, table_start, block_ids. The bits of a token's result
+    depend on its own query and context only: not on the number of threads, the rest of the batch, or the chunk of the
+    prompt that it came in. Raises ValueError where shapes, lengths or block ids do not fit. The GIL is released when
+    the call is expected to take a millisecond or more.
+    """
+
+def rope_cache(
+    out: _Tensor,
+    query: _Tensor,
+    key: _Tensor,
+    value: _Tensor,
+    angles: tuple[_Tensor, _Tensor],
+    positions: _Indices,
+    key_cache: _Tensor,
+    value_cache: _Tensor,
+    slot_mapping: _Indices,
+    row_type: str,
+    cache_type: str,
+) -> None:
+    """Rotates query into out and key into the cache, and copies value there: `pagedkv.ops.Ops.rope_cache`.
+
+    angles are the float32 cosines and sines, [P, rot] each; elements from rot on are not rotated. Computed in float32,
+    every product and sum rounded by itself, the result rounded to the type of the tensor. Slots must differ. Raises
+    ValueError as `paged_attention` does, with the same rule for the GIL.
+    """
+
+def copy_blocks(caches: Sequence[tuple[int, int, int]], block_bytes: int, copies: _Indices) -> None:
+    """Copies whole blocks in each cache, given as (address, number of blocks, bytes from a block to the next).
+
+    copies holds [source, destination] pairs; all sources are read as they were before the call. Raises ValueError for a
+    block that a cache does not have, and for two copies into one block. The same rule for the GIL.
+    """

@@ -1,1 +1,63 @@
-//! Placeholder until the module lands.
+//! Kernels for tensors in ordinary memory: attention over the paged cache, rotation and cache write, block copies.
+//!
+//! The callers are the bindings (`rust/python/cpu.rs`), which hand tensors over as address, shape and strides. The
+//! kernels know nothing of Python, of the block pool or of the scheduler: they read block tables as plain integers.
+//!
+//! | file | owns |
+//! |---|---|
+//! | `element` | the element types of tensors, and rows of them to and from f32 |
+//! | `tensor` | views: an address with a shape, strides and an element type |
+//! | `batch` | the block tables of one step, checked once before a kernel trusts them |
+//! | `isa`, `x86` | vectors of sixteen f32 in three instruction sets, and the choice among them |
+//! | `attention` | how the work of a step is cut and spread over threads |
+//! | `tile`, `tile_loops` | the arithmetic of one piece of it, and its inner loops |
+//! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
+//! | `pool` | the threads |
+//!
+//! Results depend on the arguments and on the instruction set, and on nothing else: not on the number of threads, nor
+//! on what else is in the batch, nor on how a prompt was cut into chunks. `tile` says how.
+
+pub mod attention;
+pub mod batch;
+pub mod copy_blocks;
+pub mod element;
+pub mod isa;
+pub mod pool;
+pub mod rope_cache;
+pub mod tensor;
+mod tile;
+mod tile_loops;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use std::fmt;
+
+/// An argument that a kernel refuses.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct InvalidArgument {
+    /// Name of the argument, with an index where it is an array.
+    pub field: String,
+    /// What was given.
+    pub value: String,
+    /// What would have been accepted.
+    pub allowed: String,
+}
+
+impl InvalidArgument {
+    /// Builds the error from anything that can be shown.
+    pub fn new(field: impl Into<String>, value: impl fmt::Display, allowed: impl Into<String>) -> Self {
+        Self {
+            field: field.into(),
+            value: value.to_string(),
+            allowed: allowed.into(),
+        }
+    }
+}
+
+impl fmt::Display for InvalidArgument {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is {}, allowed: {}", self.field, self.value, self.allowed)
+    }
+}
+
+impl std::error::Error for InvalidArgument {}

@@ -2,6 +2,7 @@
 
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod core;
+mod cpu;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
 
@@ -12,6 +13,10 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::core::{Core, StepHeader};
+    #[pymodule_export]
+    use super::cpu::{
+        copy_blocks, cpu_features, cpu_isa, num_threads, paged_attention, rope_cache, set_num_threads,
+    };
     #[pymodule_export]
     use super::edge::{Edge, InvalidRequest, QueueFull};
 }

@@ -1,0 +1,150 @@
+"""The operations on tensors in ordinary memory, the hot ones through the Rust kernels (`rust/cpu`).
+
+What the kernels do not compute is torch's, as in `reference`. `pagedkv.ops.choose` picks this module. A
+kernel gets addresses, shapes and strides, so that views of a larger tensor need no copy; it checks what it
+can (shapes, lengths, ids of blocks), and this module checks what an address does not say: device and type.
+
+Results depend neither on the number of threads nor on the rest of the batch, see `rust/cpu/tile.rs`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagedkv import _core
+from pagedkv.batch import StepBatch
+from pagedkv.ops.reference import linear, logprobs, rms_norm, sample, silu_mul
+
+__all__ = [
+    "copy_blocks",
+    "device_type",
+    "linear",
+    "logprobs",
+    "name",
+    "paged_attention",
+    "rms_norm",
+    "rope_cache",
+    "sample",
+    "silu_mul",
+]
+
+name = "cpu"
+device_type = "cpu"
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def rope_cache(  # noqa: PLR0913 - the contract's signature
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See `pagedkv.ops.Ops.rope_cache`.
+
+    cos and sin may be narrower than a head, [P, rot]: then only the first rot elements are rotated.
+    """
+    row_type = _dtype_name("q", q)
+    for label, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"dtype of {label} is {tensor.dtype}, allowed: that of q, {q.dtype}")
+    cache_type = _cache_dtype_name(key_cache, value_cache)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    positions, slot_mapping = _int32(positions), _int32(slot_mapping)
+    _core.rope_cache(
+        _tensor(out),
+        _tensor(q),
+        _tensor(k),
+        _tensor(v),
+        (_tensor(cos), _tensor(sin)),
+        _indices(positions),
+        _tensor(key_cache),
+        _tensor(value_cache),
+        _indices(slot_mapping),
+        row_type,
+        cache_type,
+    )
+    return out
+
+
+def paged_attention(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: StepBatch, scale: float
+) -> Tensor:
+    """See `pagedkv.ops.Ops.paged_attention`."""
+    row_type, cache_type = _dtype_name("q", q), _cache_dtype_name(key_cache, value_cache)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    query_start, seq_lens = _int32(batch.query_start), _int32(batch.seq_lens)
+    table_start, block_ids = _int32(batch.table_start), _int32(batch.block_ids)
+    _core.paged_attention(
+        _tensor(out),
+        _tensor(q),
+        _tensor(key_cache),
+        _tensor(value_cache),
+        (_indices(query_start), _indices(seq_lens), _indices(table_start), _indices(block_ids)),
+        row_type,
+        cache_type,
+        scale,
+    )
+    return out
+
+
+def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:
+    """See `pagedkv.ops.Ops.copy_blocks`. Blocks must be dense; all layers have blocks of the same size."""
+    if len(copies) == 0 or len(kv_caches) == 0:
+        return
+    copies = _int32(copies)
+    first = kv_caches[0][0]
+    for cache in (cache for pair in kv_caches for cache in pair):
+        _dtype_name("a cache", cache)
+        if cache.shape[1:] != first.shape[1:] or cache.dtype != first.dtype:
+            given = f"{list(cache.shape)} of {cache.dtype}"
+            raise ValueError(f"a cache is {given}, allowed: blocks like {list(first.shape)} of {first.dtype}")
+        if not cache[0].is_contiguous():
+            raise ValueError(f"a block of a cache has strides {cache.stride()[1:]}, allowed: dense ones")
+    item_bytes = first.element_size()
+    caches = [
+        (cache.data_ptr(), len(cache), cache.stride(0) * item_bytes) for pair in kv_caches for cache in pair
+    ]
+    _core.copy_blocks(caches, first[0].numel() * item_bytes, _indices(copies.flatten()))
+
+
+def _tensor(tensor: Tensor) -> tuple[int, Sequence[int], Sequence[int]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _indices(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), len(tensor)
+
+
+def _int32(tensor: Tensor) -> Tensor:
+    """Dense int32 on the CPU; sections of the arena are returned as they are."""
+    if tensor.dtype == torch.int32 and tensor.is_contiguous() and tensor.is_cpu:
+        return tensor
+    return tensor.to(device="cpu", dtype=torch.int32).contiguous()
+
+
+def _dtype_name(label: str, tensor: Tensor) -> str:
+    """The kernels' name of the element type. Also refuses tensors that lie elsewhere."""
+    if not tensor.is_cpu:
+        raise ValueError(f"device of {label} is {tensor.device}, allowed: cpu")
+    dtype_name = _DTYPE_NAMES.get(tensor.dtype)
+    if dtype_name is None:
+        allowed = ", ".join(_DTYPE_NAMES.values())
+        raise ValueError(f"dtype of {label} is {tensor.dtype}, allowed: {allowed}")
+    return dtype_name
+
+
+def _cache_dtype_name(key_cache: Tensor, value_cache: Tensor) -> str:
+    if value_cache.dtype != key_cache.dtype:
+        raise ValueError(
+            f"dtype of value_cache is {value_cache.dtype}, allowed: that of key_cache, {key_cache.dtype}"
+        )
+    _dtype_name("value_cache", value_cache)
+    return _dtype_name("key_cache", key_cache)

@@ -1,0 +1,154 @@
+//! The element types of tensors, and rows of them converted to and from f32.
+//!
+//! Everything is computed in f32; a row is widened when it is read and rounded to nearest, ties to even, when it is
+//! written. Called by every kernel of the parent module.
+
+#![expect(
+    clippy::inline_always,
+    reason = "a row is converted with the instruction set of its caller"
+)]
+#![expect(clippy::cast_ptr_alignment, reason = "the callers vouch for the alignment")]
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
+/// The element type of a tensor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Dtype {
+    /// IEEE single precision.
+    F32,
+    /// The upper half of a single: eight bits of exponent, seven of fraction.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+}
+
+impl Dtype {
+    /// Bytes of one element.
+    #[inline]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
+
+    /// The type that torch calls `torch.<name>`.
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "float32" => Some(Self::F32),
+            "bfloat16" => Some(Self::Bf16),
+            "float16" => Some(Self::F16),
+            _ => None,
+        }
+    }
+}
+
+/// Rounds to bf16. A NaN stays a NaN: it keeps its sign and becomes quiet.
+#[inline(always)]
+fn bf16_bits(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+    let quiet = bits | 0x0040_0000;
+    ((if value.is_nan() { quiet } else { rounded }) >> 16) as u16
+}
+
+/// Widens `dst.len()` consecutive elements at `src`.
+///
+/// # Safety
+/// `src` is aligned to `dtype` and readable for that many elements.
+#[expect(
+    clippy::inline_always,
+    reason = "must be compiled with the instruction set of its caller"
+)]
+#[inline(always)]
+pub(crate) unsafe fn load_row(dtype: Dtype, src: *const u8, dst: &mut [f32]) {
+    match dtype {
+        Dtype::F32 => {
+            // SAFETY: the caller vouches for the length and the alignment.
+            let row = unsafe { std::slice::from_raw_parts(src.cast::<f32>(), dst.len()) };
+            dst.copy_from_slice(row);
+        }
+        Dtype::Bf16 => {
+            // SAFETY: the caller vouches for the length and the alignment.
+            let row = unsafe { std::slice::from_raw_parts(src.cast::<u16>(), dst.len()) };
+            for (wide, &narrow) in dst.iter_mut().zip(row) {
+                *wide = f32::from_bits(u32::from(narrow) << 16);
+            }
+        }
+        Dtype::F16 => {
+            // SAFETY: the caller vouches for the length and the alignment; f16 is a transparent u16.
+            let row = unsafe { std::slice::from_raw_parts(src.cast::<f16>(), dst.len()) };
+            row.convert_to_f32_slice(dst);
+        }
+    }
+}
+
+/// Rounds `src` into consecutive elements at `dst`.
+///
+/// # Safety
+/// `dst` is aligned to `dtype`, writable for `src.len()` elements, and nobody else accesses them meanwhile.
+#[expect(
+    clippy::inline_always,
+    reason = "must be compiled with the instruction set of its caller"
+)]
+#[inline(always)]
+pub(crate) unsafe fn store_row(dtype: Dtype, src: &[f32], dst: *mut u8) {
+    match dtype {
+        Dtype::F32 => {
+            // SAFETY: the caller vouches for the length, the alignment and the exclusive access.
+            let row = unsafe { std::slice::from_raw_parts_mut(dst.cast::<f32>(), src.len()) };
+            row.copy_from_slice(src);
+        }
+        Dtype::Bf16 => {
+            // SAFETY: the caller vouches for the length, the alignment and the exclusive access.
+            let row = unsafe { std::slice::from_raw_parts_mut(dst.cast::<u16>(), src.len()) };
+            for (narrow, &wide) in row.iter_mut().zip(src) {
+                *narrow = bf16_bits(wide);
+            }
+        }
+        Dtype::F16 => {
+            // SAFETY: the caller vouches for the length, the alignment and the exclusive access; f16 is a transparent u16.
+            let row = unsafe { std::slice::from_raw_parts_mut(dst.cast::<f16>(), src.len()) };
+            row.convert_from_f32_slice(src);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn bf16_rounds_as_the_half_crate_does(bits: u32) {
+            let value = f32::from_bits(bits);
+            prop_assert_eq!(bf16_bits(value), bf16::from_f32(value).to_bits());
+        }
+
+        #[test]
+        fn every_type_returns_what_it_can_hold(bits in proptest::collection::vec(any::<u16>(), 0..70)) {
+            for dtype in [Dtype::Bf16, Dtype::F16] {
+                let mut wide = vec![0.0; bits.len()];
+                let mut back = vec![0_u16; bits.len()];
+                // SAFETY: both vectors hold as many elements as `wide`.
+                unsafe {
+                    load_row(dtype, bits.as_ptr().cast(), &mut wide);
+                    store_row(dtype, &wide, back.as_mut_ptr().cast());
+                }
+                for ((&before, &after), &value) in bits.iter().zip(&back).zip(&wide) {
+                    prop_assert!(before == after || value.is_nan());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_those_of_torch() {
+        assert_eq!(Dtype::from_name("bfloat16"), Some(Dtype::Bf16));
+        assert_eq!(Dtype::from_name("float64"), None);
+        assert_eq!(Dtype::F32.size(), 4);
+    }
+}

@@ -1,0 +1,319 @@
+//! Attention of a tile of queries: the arithmetic, in one fixed order.
+//!
+//! A tile is a few consecutive tokens of one sequence with the query heads that share a key head: its rows are
+//! (token, head), tokens first. The keys are cut at multiples of `SPLIT_LEN` positions. For one row and one split:
+//!
+//! ```text
+//! score[j] = sum over d of query[d] * key[j][d]     d ascending, one accumulator   (query times scale * log2 e)
+//! weight[j] = 2^(score[j] - largest score)
+//! total    = sum over j of weight[j]                j ascending in lanes j mod 16, then halves of lanes
+//! value[d] = sum over j of weight[j] * value[j][d]  j ascending, one accumulator
+//! ```
+//!
+//! and a row folds its splits in ascending order. Nothing in it depends on how many rows a tile has, on which of them
+//! are computed together, or on which thread computes which split: so a token gets the same bits as a decode, in any
+//! chunk of its prompt and in any batch. Tiles only decide what is loaded once: keys and values are widened once for
+//! all rows of a tile, keys transposed to `[head_dim][16 keys]`, such that sixteen scores are one vector.
+//!
+//! Slots that a row may not see are never multiplied, not even by zero: their contents may be NaN. Those beyond the
+//! tile's last position are not read at all.
+
+#![expect(
+    clippy::inline_always,
+    reason = "a kernel is compiled for an instruction set by being inlined"
+)]
+
+use super::batch::Sequence;
+use super::element::{load_row, store_row};
+use super::isa::{AlignedBuffer, LANES, Simd};
+use super::tensor::{CacheView, RowsView};
+use super::tile_loops::{
+    KEY_TILE, ROW_TILE, SPLIT_LEN, Slots, pack_keys, pack_values, padded, partial_row_len, score_groups,
+    soften, vector_at, vector_at_mut, weigh,
+};
+
+/// The work on one tile.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tile<'a> {
+    /// `[T, H, D]`
+    pub(crate) query: RowsView,
+    /// `[T, H, D]`
+    pub(crate) out: RowsView,
+    /// Keys of all sequences.
+    pub(crate) key_cache: CacheView,
+    /// Values of all sequences.
+    pub(crate) value_cache: CacheView,
+    /// The sequence.
+    pub(crate) sequence: Sequence<'a>,
+    /// The key head.
+    pub(crate) kv_head: usize,
+    /// Index of the first token among those of the sequence in the step.
+    pub(crate) first_token: usize,
+    /// Tokens.
+    pub(crate) num_tokens: usize,
+    /// Factor on the scores.
+    pub(crate) scale: f32,
+}
+
+/// Memory of one thread, reused from tile to tile.
+#[derive(Default, Debug)]
+pub(crate) struct Scratch {
+    /// `[rows][head_dim]`, scaled.
+    query: AlignedBuffer,
+    /// `[KEY_TILE / 16][head_dim][16]`
+    keys: AlignedBuffer,
+    /// `[KEY_TILE][padded head_dim]`
+    values: AlignedBuffer,
+    /// `[rows][SPLIT_LEN]`, scores and then weights.
+    scores: AlignedBuffer,
+    /// Partial results of one split.
+    pub(crate) split: AlignedBuffer,
+    /// Partial results of the splits before it.
+    pub(crate) folded: AlignedBuffer,
+}
+
+impl Tile<'_> {
+    fn head_dim(&self) -> usize {
+        self.query.head_dim
+    }
+
+    /// Query heads that share the key head.
+    fn group_size(&self) -> usize {
+        self.query.num_heads / self.key_cache.num_kv_heads
+    }
+
+    /// Rows of the tile.
+    pub(crate) fn num_rows(&self) -> usize {
+        self.num_tokens * self.group_size()
+    }
+
+    /// Numbers that the partial results of a split take.
+    pub(crate) fn partial_len(&self) -> usize {
+        self.num_rows() * partial_row_len(self.head_dim())
+    }
+
+    /// Positions that the tile's last token sees.
+    fn num_visible(&self) -> usize {
+        self.sequence.seq_len - self.sequence.query_len + self.first_token + self.num_tokens
+    }
+
+    /// Splits that the tile's last token sees.
+    pub(crate) fn num_splits(&self) -> usize {
+        self.num_visible().div_ceil(SPLIT_LEN)
+    }
+
+    /// Positions of a split that a row sees. It does not fall from a row to the next.
+    #[inline(always)]
+    fn visible(&self, row: usize, split: usize) -> usize {
+        let position = self.num_visible() - self.num_tokens + row / self.group_size();
+        (position + 1).saturating_sub(split * SPLIT_LEN).min(SPLIT_LEN)
+    }
+
+    /// Token of the step and query head of a row.
+    fn place(&self, row: usize) -> (usize, usize) {
+        let token = self.sequence.query_start + self.first_token + row / self.group_size();
+        (token, self.kv_head * self.group_size() + row % self.group_size())
+    }
+
+    /// Reads the queries. To be called before the tile's splits are computed with the same scratch.
+    ///
+    /// # Safety
+    /// The views are valid and the batch was checked against them.
+    #[inline(always)]
+    pub(crate) unsafe fn load_queries(&self, scratch: &mut Scratch) {
+        let (rows, head_dim) = (self.num_rows(), self.head_dim());
+        scratch.query.reserve(rows * head_dim);
+        scratch.scores.reserve(rows * SPLIT_LEN);
+        scratch.keys.reserve(KEY_TILE * head_dim);
+        scratch.values.reserve(KEY_TILE * padded(head_dim));
+        let factor = self.scale * std::f32::consts::LOG2_E;
+        for (row, query) in scratch
+            .query
+            .slice(0..rows * head_dim)
+            .chunks_exact_mut(head_dim)
+            .enumerate()
+        {
+            let (token, head) = self.place(row);
+            // SAFETY: the place is within the view, for which the caller vouches.
+            unsafe { load_row(self.query.dtype, self.query.row(token, head), query) };
+            for element in query {
+                *element *= factor;
+            }
+        }
+    }
+
+    /// Computes one split into `partial`. Rows that see nothing of it are marked by a total of zero.
+    ///
+    /// # Safety
+    /// As `load_queries`, which was called with this scratch.
+    #[inline(always)]
+    pub(crate) unsafe fn compute_split<S: Simd>(
+        &self,
+        simd: S,
+        scratch: &mut Scratch,
+        split: usize,
+        partial: &mut [f32],
+    ) {
+        let (rows, row_len) = (self.num_rows(), partial_row_len(self.head_dim()));
+        let first_row = (0..rows)
+            .step_by(self.group_size())
+            .find(|&row| self.visible(row, split) > 0);
+        let first_row = first_row.unwrap_or(rows);
+        partial.fill(0.0);
+        // SAFETY: passed on.
+        unsafe { self.compute_scores(simd, scratch, split, first_row) };
+        let scores = scratch.scores.slice(0..rows * SPLIT_LEN);
+        for (row, weights) in scores.chunks_exact_mut(SPLIT_LEN).enumerate().skip(first_row) {
+            let (largest, total) = soften(simd, weights, self.visible(row, split));
+            let state = &mut partial[(row + 1) * row_len - LANES..];
+            state[0] = largest;
+            state[1] = total;
+        }
+        // SAFETY: passed on.
+        unsafe { self.sum_values(simd, scratch, split, first_row, partial) };
+    }
+
+    /// Fills the scores of every row from `first_row` on.
+    #[inline(always)]
+    unsafe fn compute_scores<S: Simd>(&self, simd: S, scratch: &mut Scratch, split: usize, first_row: usize) {
+        let (rows, head_dim) = (self.num_rows(), self.head_dim());
+        let num_keys = self.visible(rows - 1, split);
+        let query = scratch.query.slice(0..rows * head_dim);
+        let scores = scratch.scores.slice(0..rows * SPLIT_LEN);
+        let keys = scratch.keys.slice(0..KEY_TILE * head_dim);
+        let mut slots = Slots::new(
+            &self.key_cache,
+            self.sequence.table,
+            self.kv_head,
+            split * SPLIT_LEN,
+        );
+        for tile_start in (0..num_keys).step_by(KEY_TILE) {
+            let tile_len = KEY_TILE.min(num_keys - tile_start);
+            // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
+            unsafe { pack_keys(simd, &mut slots, tile_len, keys) };
+            let groups = tile_len.div_ceil(LANES);
+            let mut row = first_row;
+            while row < rows {
+                let count = ROW_TILE.min(rows - row);
+                // Rows that end before this tile would compute scores that nobody reads.
+                if self.visible(row + count - 1, split) > tile_start {
+                    let query = &query[row * head_dim..(row + count) * head_dim];
+                    let scores = &mut scores[row * SPLIT_LEN + tile_start..(row + count) * SPLIT_LEN];
+                    let whole = groups - groups % S::TILE_VECTORS;
+                    let (wide, narrow) = keys[..groups * head_dim * LANES].split_at(whole * head_dim * LANES);
+                    match S::TILE_VECTORS {
+                        4 => score_groups::<S, 4>(simd, count, query, wide, scores),
+                        _ => score_groups::<S, 1>(simd, count, query, wide, scores),
+                    }
+                    score_groups::<S, 1>(simd, count, query, narrow, &mut scores[whole * LANES..]);
+                }
+                row += count;
+            }
+        }
+    }
+
+    /// Adds up the weighted values of every row from `first_row` on.
+    #[inline(always)]
+    unsafe fn sum_values<S: Simd>(
+        &self,
+        simd: S,
+        scratch: &mut Scratch,
+        split: usize,
+        first_row: usize,
+        partial: &mut [f32],
+    ) {
+        let (rows, width) = (self.num_rows(), padded(self.head_dim()));
+        let row_len = partial_row_len(self.head_dim());
+        let num_keys = self.visible(rows - 1, split);
+        let weights = scratch.scores.slice(0..rows * SPLIT_LEN);
+        let values = scratch.values.slice(0..KEY_TILE * width);
+        let mut slots = Slots::new(
+            &self.value_cache,
+            self.sequence.table,
+            self.kv_head,
+            split * SPLIT_LEN,
+        );
+        for tile_start in (0..num_keys).step_by(KEY_TILE) {
+            let tile_len = KEY_TILE.min(num_keys - tile_start);
+            // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
+            unsafe { pack_values(simd, &mut slots, tile_len, self.head_dim(), values) };
+            let mut row = first_row;
+            while row < rows {
+                let count = ROW_TILE.min(rows - row);
+                // The keys that all of these rows see, then for each row the few that it sees beyond them.
+                let in_tile = |row: usize| self.visible(row, split).saturating_sub(tile_start).min(tile_len);
+                let common = in_tile(row);
+                let sums = &mut partial[row * row_len..(row + count) * row_len];
+                let weights = &weights[row * SPLIT_LEN + tile_start..(row + count) * SPLIT_LEN];
+                weigh(simd, count, weights, &values[..common * width], sums, width);
+                for extra in 1..count {
+                    let weights = &weights[extra * SPLIT_LEN + common..];
+                    let values = &values[common * width..in_tile(row + extra).max(common) * width];
+                    weigh(
+                        simd,
+                        1,
+                        weights,
+                        values,
+                        &mut sums[extra * row_len..(extra + 1) * row_len],
+                        width,
+                    );
+                }
+                row += count;
+            }
+        }
+    }
+
+    /// Adds the partial results of the next split to those of the splits before it, which begin as zeros.
+    #[inline(always)]
+    pub(crate) fn fold<S: Simd>(&self, simd: S, folded: &mut [f32], partial: &[f32]) {
+        let (row_len, width) = (partial_row_len(self.head_dim()), padded(self.head_dim()));
+        for (folded, partial) in folded
+            .chunks_exact_mut(row_len)
+            .zip(partial.chunks_exact(row_len))
+        {
+            let (largest, total) = (partial[width], partial[width + 1]);
+            if total == 0.0 {
+                continue;
+            }
+            if folded[width + 1] == 0.0 {
+                folded.copy_from_slice(partial);
+                continue;
+            }
+            let largest_of_both = if largest > folded[width] {
+                largest
+            } else {
+                folded[width]
+            };
+            let factors = [folded[width] - largest_of_both, largest - largest_of_both];
+            let [before, after] = factors.map(|x| simd.exp2(simd.splat(x)));
+            for start in (0..width).step_by(LANES) {
+                let scaled = simd.mul(simd.load(vector_at(folded, start)), before);
+                let sum = simd.mul_add(simd.load(vector_at(partial, start)), after, scaled);
+                simd.store(sum, vector_at_mut(folded, start));
+            }
+            let scaled = simd.mul(simd.splat(folded[width + 1]), before);
+            let total = simd.mul_add(simd.splat(total), after, scaled);
+            simd.store(total, vector_at_mut(folded, width));
+            folded[width] = largest_of_both;
+        }
+    }
+
+    /// Divides by the totals and writes the result.
+    ///
+    /// # Safety
+    /// As `load_queries`; nobody else writes the rows of this tile.
+    #[inline(always)]
+    pub(crate) unsafe fn write_result(&self, folded: &mut [f32]) {
+        let (row_len, width) = (partial_row_len(self.head_dim()), padded(self.head_dim()));
+        for (row, folded) in folded.chunks_exact_mut(row_len).enumerate() {
+            let total = folded[width + 1];
+            let values = &mut folded[..self.head_dim()];
+            for value in values.iter_mut() {
+                *value /= total;
+            }
+            let (token, head) = self.place(row);
+            // SAFETY: the place is within the view, for which the caller vouches.
+            unsafe { store_row(self.out.dtype, values, self.out.row(token, head)) };
+        }
+    }
+}

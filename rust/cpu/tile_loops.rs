@@ -1,0 +1,330 @@
+//! The loops of attention on one tile: widening keys and values, scores, softmax, weighted sums.
+//!
+//! Everything but the reads of the cache works on f32 in plain slices. `tile` calls these functions and says in which
+//! order they add up; no function here may add in an order that depends on how many rows it is given.
+
+#![expect(
+    clippy::inline_always,
+    reason = "a kernel is compiled for an instruction set by being inlined"
+)]
+
+use super::element::{Dtype, load_row};
+use super::isa::{LANES, Simd};
+use super::tensor::CacheView;
+
+/// Positions of a split. Part of the definition of the result: another value gives other last bits.
+pub(super) const SPLIT_LEN: usize = 256;
+
+/// Keys that are widened at a time; their f32 copies stay in the nearest cache.
+pub(super) const KEY_TILE: usize = 64;
+
+/// Query rows whose accumulators share the loads of keys and values.
+pub(super) const ROW_TILE: usize = 4;
+
+/// Slots of a sequence in ascending positions.
+pub(super) struct Slots<'a> {
+    cache: &'a CacheView,
+    table: &'a [i32],
+    kv_head: usize,
+    block_idx: usize,
+    offset: usize,
+}
+
+impl<'a> Slots<'a> {
+    pub(super) fn new(cache: &'a CacheView, table: &'a [i32], kv_head: usize, position: usize) -> Self {
+        Self {
+            cache,
+            table,
+            kv_head,
+            block_idx: position / cache.block_size,
+            offset: position % cache.block_size,
+        }
+    }
+
+    /// Address of the next position's row.
+    #[inline(always)]
+    fn next_row(&mut self) -> *const u8 {
+        let block = self.table[self.block_idx];
+        let block = usize::try_from(block).expect("checked: no block id is negative");
+        let row = self.cache.row(block, self.kv_head, self.offset);
+        self.offset += 1;
+        if self.offset == self.cache.block_size {
+            self.offset = 0;
+            self.block_idx += 1;
+        }
+        row
+    }
+}
+
+/// Elements of a row of partial results: the values, padded to whole vectors, and one vector for `[largest, total]`.
+pub(super) const fn partial_row_len(head_dim: usize) -> usize {
+    padded(head_dim) + LANES
+}
+
+/// Rounds up to whole vectors.
+pub(super) const fn padded(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(LANES)
+}
+
+/// Reads a whole vector from memory of an element type.
+#[inline(always)]
+unsafe fn load_vector<S: Simd>(simd: S, dtype: Dtype, src: *const u8) -> S::V {
+    // SAFETY: the caller vouches for sixteen elements.
+    unsafe {
+        match dtype {
+            Dtype::F32 => simd.load_f32(src),
+            Dtype::Bf16 => simd.load_bf16(src),
+            Dtype::F16 => simd.load_f16(src),
+        }
+    }
+}
+
+/// Reads the vector of `head_dim` elements at `src` that begins with element `first`; zeros pad the last one.
+#[inline(always)]
+unsafe fn load_padded<S: Simd>(simd: S, dtype: Dtype, src: *const u8, first: usize, head_dim: usize) -> S::V {
+    let src = src.wrapping_add(first * dtype.size());
+    if first + LANES <= head_dim {
+        // SAFETY: the caller vouches for `head_dim` elements, of which sixteen are left.
+        return unsafe { load_vector(simd, dtype, src) };
+    }
+    let mut tail = [0.0; LANES];
+    // SAFETY: the caller vouches for `head_dim` elements.
+    unsafe { load_row(dtype, src, &mut tail[..head_dim - first]) };
+    simd.load(&tail)
+}
+
+/// The sixteen numbers from `start` on.
+#[inline(always)]
+pub(super) fn vector_at(numbers: &[f32], start: usize) -> &[f32; LANES] {
+    numbers[start..start + LANES]
+        .try_into()
+        .expect("a range of sixteen")
+}
+
+/// The sixteen numbers from `start` on, to be written.
+#[inline(always)]
+pub(super) fn vector_at_mut(numbers: &mut [f32], start: usize) -> &mut [f32; LANES] {
+    (&mut numbers[start..start + LANES])
+        .try_into()
+        .expect("a range of sixteen")
+}
+
+/// Widens and transposes the next `num_keys` keys into groups of sixteen; the last group is filled up with zeros.
+#[inline(always)]
+pub(super) unsafe fn pack_keys<S: Simd>(simd: S, slots: &mut Slots<'_>, num_keys: usize, keys: &mut [f32]) {
+    let (dtype, head_dim) = (slots.cache.dtype, slots.cache.head_dim);
+    for (group, packed) in keys
+        .chunks_exact_mut(head_dim * LANES)
+        .take(num_keys.div_ceil(LANES))
+        .enumerate()
+    {
+        let mut sources = [None; LANES];
+        for source in sources.iter_mut().take(num_keys - group * LANES) {
+            *source = Some(slots.next_row());
+        }
+        for first in (0..head_dim).step_by(LANES) {
+            let mut rows = [simd.splat(0.0); LANES];
+            for (row, source) in rows.iter_mut().zip(sources) {
+                if let Some(source) = source {
+                    // SAFETY: the caller vouches for the slots.
+                    *row = unsafe { load_padded(simd, dtype, source, first, head_dim) };
+                }
+            }
+            let columns = simd.transpose(rows);
+            let packed = &mut packed[first * LANES..];
+            for (column, place) in columns.into_iter().zip(packed.as_chunks_mut::<LANES>().0) {
+                simd.store(column, place);
+            }
+        }
+    }
+}
+
+/// Widens the next `num_keys` values, each padded with zeros to whole vectors.
+#[inline(always)]
+pub(super) unsafe fn pack_values<S: Simd>(
+    simd: S,
+    slots: &mut Slots<'_>,
+    num_keys: usize,
+    head_dim: usize,
+    values: &mut [f32],
+) {
+    let dtype = slots.cache.dtype;
+    for packed in values.chunks_exact_mut(padded(head_dim)).take(num_keys) {
+        let source = slots.next_row();
+        for (idx, place) in packed.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            // SAFETY: the caller vouches for the slots.
+            simd.store(
+                unsafe { load_padded(simd, dtype, source, idx * LANES, head_dim) },
+                place,
+            );
+        }
+    }
+}
+
+/// Scores of up to `ROW_TILE` rows against groups of keys, G groups at a time.
+#[inline(always)]
+pub(super) fn score_groups<S: Simd, const G: usize>(
+    simd: S,
+    num_rows: usize,
+    query: &[f32],
+    keys: &[f32],
+    scores: &mut [f32],
+) {
+    let head_dim = query.len() / num_rows;
+    for (idx, keys) in keys.chunks_exact(G * head_dim * LANES).enumerate() {
+        let scores = &mut scores[idx * G * LANES..];
+        match num_rows {
+            1 => score_tile::<S, 1, G>(simd, query, keys, scores),
+            2 => score_tile::<S, 2, G>(simd, query, keys, scores),
+            3 => score_tile::<S, 3, G>(simd, query, keys, scores),
+            _ => score_tile::<S, ROW_TILE, G>(simd, query, keys, scores),
+        }
+    }
+}
+
+/// Scores of R rows against G groups of sixteen keys, all accumulators in registers.
+#[expect(
+    clippy::needless_range_loop,
+    reason = "row and column in each other's company read better"
+)]
+#[inline(always)]
+fn score_tile<S: Simd, const R: usize, const G: usize>(
+    simd: S,
+    query: &[f32],
+    keys: &[f32],
+    scores: &mut [f32],
+) {
+    let head_dim = query.len() / R;
+    let query: [&[f32]; R] = std::array::from_fn(|row| &query[row * head_dim..][..head_dim]);
+    let keys: [&[[f32; LANES]]; G] =
+        std::array::from_fn(|group| &keys.as_chunks::<LANES>().0[group * head_dim..][..head_dim]);
+    let mut sums = [[simd.splat(0.0); G]; R];
+    for d in 0..head_dim {
+        let mut columns = [simd.splat(0.0); G];
+        for group in 0..G {
+            columns[group] = simd.load(&keys[group][d]);
+        }
+        for row in 0..R {
+            let element = simd.splat(query[row][d]);
+            for group in 0..G {
+                sums[row][group] = simd.mul_add(element, columns[group], sums[row][group]);
+            }
+        }
+    }
+    for row in 0..R {
+        for group in 0..G {
+            simd.store(
+                sums[row][group],
+                vector_at_mut(scores, row * SPLIT_LEN + group * LANES),
+            );
+        }
+    }
+}
+
+/// Turns the first `num_keys` scores of a row into weights; returns the largest score and the sum of the weights.
+#[inline(always)]
+pub(super) fn soften<S: Simd>(simd: S, scores: &mut [f32], num_keys: usize) -> (f32, f32) {
+    let padded_len = num_keys.next_multiple_of(LANES);
+    // The last group may hold scores of later tokens, or of no token.
+    scores[num_keys..padded_len].fill(f32::NEG_INFINITY);
+    let groups = scores[..padded_len].as_chunks_mut::<LANES>().0;
+    let mut largest = simd.splat(f32::NEG_INFINITY);
+    for group in groups.iter() {
+        largest = simd.max(largest, simd.load(group));
+    }
+    let largest = simd.max_lane(largest);
+    let shift = simd.splat(largest);
+    let mut total = simd.splat(0.0);
+    for group in groups {
+        let weights = simd.exp2(simd.sub(simd.load(group), shift));
+        total = simd.add(total, weights);
+        simd.store(weights, group);
+    }
+    (largest, simd.sum_lanes(total))
+}
+
+/// Adds the values of consecutive keys, weighted, to the sums of up to `ROW_TILE` rows.
+#[inline(always)]
+pub(super) fn weigh<S: Simd>(
+    simd: S,
+    num_rows: usize,
+    weights: &[f32],
+    values: &[f32],
+    sums: &mut [f32],
+    width: usize,
+) {
+    if values.is_empty() {
+        return;
+    }
+    let mut column = 0;
+    while column < width {
+        if S::TILE_VECTORS == 4 && column + 4 * LANES <= width {
+            weigh_columns::<S, 4>(simd, num_rows, weights, values, (sums, width, column));
+            column += 4 * LANES;
+        } else {
+            weigh_columns::<S, 1>(simd, num_rows, weights, values, (sums, width, column));
+            column += LANES;
+        }
+    }
+}
+
+/// The part of `weigh` on C vectors of columns from the given one on; `place` is (sums, width, first column).
+#[inline(always)]
+fn weigh_columns<S: Simd, const C: usize>(
+    simd: S,
+    num_rows: usize,
+    weights: &[f32],
+    values: &[f32],
+    place: (&mut [f32], usize, usize),
+) {
+    match num_rows {
+        1 => weigh_tile::<S, 1, C>(simd, weights, values, place),
+        2 => weigh_tile::<S, 2, C>(simd, weights, values, place),
+        3 => weigh_tile::<S, 3, C>(simd, weights, values, place),
+        _ => weigh_tile::<S, ROW_TILE, C>(simd, weights, values, place),
+    }
+}
+
+/// R rows by C vectors of columns, all accumulators in registers.
+#[expect(
+    clippy::needless_range_loop,
+    reason = "row and column in each other's company read better"
+)]
+#[inline(always)]
+fn weigh_tile<S: Simd, const R: usize, const C: usize>(
+    simd: S,
+    weights: &[f32],
+    values: &[f32],
+    (sums, width, first): (&mut [f32], usize, usize),
+) {
+    let row_len = width + LANES;
+    let num_keys = values.len() / width;
+    let weights: [&[f32]; R] = std::array::from_fn(|row| &weights[row * SPLIT_LEN..][..num_keys]);
+    let mut totals = [[simd.splat(0.0); C]; R];
+    for row in 0..R {
+        for c in 0..C {
+            totals[row][c] = simd.load(vector_at(sums, row * row_len + first + c * LANES));
+        }
+    }
+    for (key, value) in values.chunks_exact(width).enumerate() {
+        let value = &value[first..first + C * LANES];
+        let mut columns = [simd.splat(0.0); C];
+        for c in 0..C {
+            columns[c] = simd.load(vector_at(value, c * LANES));
+        }
+        for row in 0..R {
+            let weight = simd.splat(weights[row][key]);
+            for c in 0..C {
+                totals[row][c] = simd.mul_add(weight, columns[c], totals[row][c]);
+            }
+        }
+    }
+    for row in 0..R {
+        for c in 0..C {
+            simd.store(
+                totals[row][c],
+                vector_at_mut(sums, row * row_len + first + c * LANES),
+            );
+        }
+    }
+}
