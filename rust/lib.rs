@@ -3,7 +3,9 @@
 //! Dependencies point one way: `sync <- block <- sched <- python`. `cpu` holds kernels and knows none of them.
 
 pub mod block;
+pub mod config;
 pub mod cpu;
+pub mod error;
 pub mod ids;
 #[cfg(feature = "python")]
 mod python;

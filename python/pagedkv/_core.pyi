@@ -72,6 +72,8 @@ class Core:
         """A consistent picture of the cache: block_size, num_blocks, free, idle, owned, fenced, ref_counts (per block), sequences."""
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running, or an end is still to be reported."""
     def reset_prefix_cache(self) -> int:
         """Forgets every published block; running sequences keep theirs. Returns how many were forgotten."""
 

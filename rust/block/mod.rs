@@ -1,1 +1,52 @@
-//! Placeholder until the module lands.
+//! Blocks of the KV cache: who holds them, which can be found again, which may be taken.
+//!
+//! The scheduler is the only caller, from one thread, through `&mut`: nothing here is atomic or locked. The
+//! module knows block ids and token ids and never touches a tensor.
+//!
+//! # Life of a block
+//!
+//! ```text
+//!                allocate                    publish (the step that filled it was committed)
+//!   +------+ ---------------> +-------+ -----------------------------+
+//!   | free |                  | owned | <----------------------------+   owned, published or not
+//!   +------+ <--------------- +-------+ ------------------+
+//!    ^    ^   last release,    ^     |                    | last release while a copy
+//!    |    |   unpublished      |     | last release,      | of the step reads it
+//!    |    |                    |     | published          v
+//!    |    |              share |     |               +--------+
+//!    |    |                    |     v               | fenced |  share: back to owned
+//!    |    |   evict (LRU)     +------+  published    +--------+
+//!    |    +------------------ | idle | <---------------+  |
+//!    |                        +------+     end_step       | end_step, unpublished
+//!    +----------------------------------------------------+
+//! ```
+//!
+//! A block is in exactly one state, and the state follows from three facts about it: how many tables hold it,
+//! how many copy leases it has, and whether it is published. Only `free` and `idle` blocks can be allocated.
+//!
+//! # Rules
+//!
+//! - A block held by two tables, or published, is never written: [`BlockTable::reserve`] copies it first. A
+//!   lease does not stop a write, because all copies of a step run before its first write; it stops the block
+//!   from becoming the destination of another copy of the same step.
+//! - Tables that hold a block hold the same blocks before it. So a published child has a published parent, a
+//!   parent is held wherever its child is, and releasing a table tail first puts children before parents on
+//!   the idle list.
+//! - A block is found by its tokens and its parent, compared in full; the hash only says where to look.
+//! - Whatever can fail for want of blocks is decided before anything changes.
+
+mod check;
+mod config;
+mod flat;
+mod hash;
+mod lru;
+mod pool;
+mod prefix;
+mod root;
+mod table;
+
+pub use config::PoolConfig;
+pub use pool::{BlockPool, BlockState};
+pub use prefix::{Parent, PrefixHit};
+pub use root::RootId;
+pub use table::{BlockTable, OutOfBlocks};

@@ -1,6 +1,10 @@
 //! Bindings only, no logic: arguments are checked and converted, results are handed over as arrays.
 
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
+mod core;
 mod cpu;
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
+mod edge;
 
 use pyo3::prelude::*;
 
@@ -8,7 +12,11 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
+    use super::core::{Core, StepHeader};
+    #[pymodule_export]
     use super::cpu::{
         copy_blocks, cpu_features, cpu_isa, num_threads, paged_attention, rope_cache, set_num_threads,
     };
+    #[pymodule_export]
+    use super::edge::{Edge, InvalidRequest, QueueFull};
 }

@@ -1,1 +1,32 @@
-//! Placeholder until the module lands.
+//! Continuous batching over the paged cache: which tokens are computed in the next step, and where their keys and
+//! values go.
+//!
+//! One rule serves prompts, chunks, prefix hits, resumption and decoding: a sequence has `num_computed` tokens in the
+//! cache and `num_tokens` tokens in all, and every step lets the first number chase the second under a token budget.
+//!
+//! ```text
+//!              admit                    last token, stop, length
+//!  waiting ------------> running -----------------------------------> ended
+//!     ^                     |                                           ^
+//!     +------ preempt ------+        abort or finish, in any state -----+
+//! ```
+//!
+//! [`Edge`] is what other threads hold; [`Scheduler`] belongs to the engine thread.
+
+mod admission;
+mod check;
+mod edge;
+mod ending;
+mod intake;
+mod observe;
+mod request;
+mod scheduler;
+mod sequence;
+mod slab;
+mod step;
+
+pub use edge::Edge;
+pub use observe::SequenceView;
+pub use request::{FinishReason, Request, SamplingParams};
+pub use scheduler::Scheduler;
+pub use step::{ARENA_VERSION, Section, StepHeader};

@@ -1,1 +1,33 @@
-//! Placeholder until the module lands.
+//! What threads share, and nothing else: the only home of atomics.
+//!
+//! One thread, the owner, holds the whole cache state by plain `&mut`. Every other thread reaches it through the
+//! structures of this module, none of which ever makes the owner wait for a stalled peer:
+//!
+//! | structure | writers | reader | carries |
+//! |---|---|---|---|
+//! | [`inbox()`] | any thread | owner | submissions and commands, bounded, in order |
+//! | [`PushChain`] | any thread | owner | blocks handed back by copy threads, unbounded |
+//! | [`RequestFlags`] | any thread | owner | request ids, and the wish to abort one |
+//! | [`Parker`] | any thread | owner | the wake-up of an idle owner |
+//! | [`StatsCell`] | owner | any thread | counters, as one consistent snapshot |
+//!
+//! The order of use is always the same: publish first (push, raise a flag), [`Parker::unpark`] second. The owner
+//! drains first and parks second. `README.md` beside this file tells the protocols in prose and names the races they
+//! exclude; `tests/loom` checks each of them on every interleaving within its bounds.
+//!
+//! Atomics come from `primitive`, which is std or, under `cfg(pagedkv_loom)`, the loom model checker.
+
+mod chain;
+mod flags;
+mod inbox;
+mod parker;
+mod primitive;
+mod snapshot;
+mod stats;
+
+pub use chain::{PushChain, Taken};
+pub use flags::RequestFlags;
+pub use inbox::{Receiver, Sender, inbox};
+pub use parker::Parker;
+pub use snapshot::SnapshotCell;
+pub use stats::{Stats, StatsCell};

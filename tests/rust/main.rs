@@ -1,1 +1,16 @@
 //! One binary for every test of the Rust core that is not a unit test.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::too_many_lines,
+    clippy::many_single_char_names,
+    reason = "a test that panics has said what it has to say, and its numbers are small"
+)]
+
+mod block;
+mod edge_stress;
+mod scheduler;
+mod simulator;
+mod sync_stress;

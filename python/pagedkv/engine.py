@@ -1,0 +1,242 @@
+"""The engine: steps of schedule, forward and commit, and the thread that takes them.
+
+`Engine` has no thread of its own: `LLM` calls `step` itself. `EngineThread` calls it in a loop for `AsyncLLM`
+and is the only thread that touches the core then. What a step brought about leaves as one `StepEvents`, plain
+data.
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedkv._core import Core
+from pagedkv.errors import EngineDead
+from pagedkv.runner import ModelRunner, RowLogprobs
+
+logger = logging.getLogger("pagedkv")
+T = TypeVar("T")
+
+# Where the arena's directory names the two sections that are read here; `rust/sched/step.rs` defines them.
+_ROWS: Final = 12
+_ENDED: Final = 13
+
+# States of a row after a commit, and reasons of a sequence that ended outside one.
+RUNNING: Final = 0
+STOP: Final = 1
+LENGTH: Final = 2
+ABORT: Final = 3
+ERROR: Final = 4
+
+# Without news the thread looks around this often, which is also how it shows that it is alive.
+IDLE_WAIT_S: Final = 0.25
+# CPython hands the GIL over only after this interval when a thread does not let go by itself. The forward
+# pass lets go and comes back many times a step; at the usual 5 ms each return could wait that long for a busy
+# asyncio thread.
+SWITCH_INTERVAL_S: Final = 1e-4
+
+
+@dataclass(slots=True)
+class StepEvents:
+    """What one step brought about. The first lists have one entry per sampled row.
+
+    Attributes:
+        request_ids: the core's ids.
+        sample_idxs: which of the request's n samples.
+        num_cached_tokens: prompt tokens that were found in the cache.
+        token_ids: what was sampled.
+        states: RUNNING, STOP or LENGTH.
+        logprobs: of the rows that asked, by row.
+        ended: (request id, sample index, reason) of sequences that ended outside a commit.
+        error: why the step before failed, where a reason is ERROR.
+        started_s: when the step began, in seconds of `time.monotonic`.
+        finished_s: when it was committed.
+    """
+
+    request_ids: list[int]
+    sample_idxs: list[int]
+    num_cached_tokens: list[int]
+    token_ids: list[int]
+    states: list[int]
+    logprobs: RowLogprobs | None
+    ended: list[tuple[int, int, int]]
+    error: str | None
+    started_s: float
+    finished_s: float
+
+
+class Engine:
+    """One core and one model runner. Not thread-safe."""
+
+    def __init__(self, core: Core, runner: ModelRunner) -> None:
+        self.core = core
+        self.edge = core.edge
+        self.runner = runner
+        self.last_error: Exception | None = None
+        self._arena = runner.new_arena(core.arena_len)
+
+    def step(self) -> StepEvents | None:
+        """Takes one step. None: there was nothing to do.
+
+        A forward pass that raises costs the requests of its step, which the next step reports as ended, and
+        nothing else. Raises what the device raises if it does not work any more after such a failure.
+        """
+        started = time.monotonic()
+        header = self.core.schedule(self._arena)
+        if header is None:
+            return None
+        events = self._events_before_forward(started)
+        if header.num_tokens == 0:
+            return events
+        try:
+            result = self.runner.run(header, self._arena)
+        except BaseException as error:
+            self.core.fail_step()
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("step %d failed; its requests end with an error", header.step_id)
+            self.last_error = error
+            self.runner.probe()
+            return events
+        rows = _section(self._arena, _ROWS)
+        events.request_ids, events.sample_idxs = _request_ids(rows), rows[:, 2].tolist()
+        events.num_cached_tokens = rows[:, 3].tolist()
+        events.states = self.core.commit(header.step_id, result.tokens).tolist()
+        events.token_ids = result.tokens.tolist()
+        events.logprobs = result.logprobs
+        events.finished_s = time.monotonic()
+        return events
+
+    def settle(self) -> None:
+        """Brings the core to rest after everything in flight was aborted, also if a step was cut short."""
+        with suppress(RuntimeError):  # Usually no step is in flight.
+            self.core.fail_step()
+        while self.step() is not None:
+            pass
+
+    def _events_before_forward(self, started: float) -> StepEvents:
+        ended = _section(self._arena, _ENDED)
+        triples = list(zip(_request_ids(ended), ended[:, 2].tolist(), ended[:, 3].tolist(), strict=True))
+        error = None
+        if any(reason == ERROR for _, _, reason in triples):
+            error = f"{type(self.last_error).__name__}: {self.last_error}"
+        return StepEvents([], [], [], [], [], None, triples, error, started, started)
+
+
+def _section(arena: NDArray[np.int32], idx: int) -> NDArray[np.int32]:
+    """A section of four words an entry, as [entries, 4]."""
+    offset, length = arena[2 + 2 * idx : 4 + 2 * idx].tolist()
+    return arena[offset : offset + length].reshape(-1, 4)
+
+
+def _request_ids(rows: NDArray[np.int32]) -> list[int]:
+    """The 64-bit ids in the first two columns, low word first."""
+    halves = rows[:, :2].astype(np.uint32).astype(np.uint64)
+    ids: list[int] = (halves[:, 0] | (halves[:, 1] << np.uint64(32))).tolist()
+    return ids
+
+
+class EngineThread:
+    """The thread that steps an engine, and what other threads may ask of it.
+
+    `post` gets the events of every step that has some; `died` is called once, with the reason, if the thread
+    ends for any other cause than `stop`. Both are called on the engine's thread and must return at once.
+    """
+
+    def __init__(
+        self, engine: Engine, post: Callable[[StepEvents], None], died: Callable[[BaseException], None]
+    ) -> None:
+        self._engine = engine
+        self._post = post
+        self._died = died
+        self._questions: deque[tuple[Callable[[Core], Any], Future[Any]]] = deque()
+        self._stopping = False
+        self._ended = False
+        self._beat = time.monotonic()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="pagedkv-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._beat = time.monotonic()
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Ends the thread after the step that it is in, and waits for it."""
+        self._stopping = True
+        self._engine.edge.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return not self._ended and self._thread.is_alive()
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the thread last began a step or looked for one. Idle, it stays under IDLE_WAIT_S."""
+        return time.monotonic() - self._beat
+
+    def ask(self, question: Callable[[Core], T]) -> Future[T]:
+        """Has `question` answered by the engine's thread between two steps, also when idle.
+
+        The future raises what the question raises, or EngineDead if there is no thread to answer.
+        """
+        future: Future[T] = Future()
+        self._questions.append((question, future))
+        # Looked at after the append: the thread sets it before it empties the queue for the last time.
+        if self._ended:
+            self._refuse_questions()
+        else:
+            self._engine.edge.wake()
+        return future
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._beat = time.monotonic()
+                self._answer_questions()
+                events = self._engine.step()
+                if events is None:
+                    self._engine.edge.wait(IDLE_WAIT_S)
+                elif events.request_ids or events.ended:
+                    self._post(events)
+            reason: BaseException = EngineDead("the engine was shut down")
+        except BaseException as error:
+            # A panic of the core arrives as a BaseException. Whatever it is, every stream has to hear of it.
+            logger.critical("the engine's thread died", exc_info=error)
+            self.error = reason = error
+        self._ended = True
+        self._refuse_questions()
+        self._died(reason)
+
+    def _answer_questions(self) -> None:
+        while self._questions:
+            question, future = self._questions.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(question(self._engine.core))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+    def _refuse_questions(self) -> None:
+        while self._questions:
+            try:
+                _, future = self._questions.popleft()
+                future.set_exception(EngineDead("the engine does not run"))
+            except (IndexError, InvalidStateError):
+                pass  # Another thread refused it first, or the asker gave up.

@@ -1,0 +1,101 @@
+"""The caller's side of an engine: from a prompt to a request in flight.
+
+`LLM` and `AsyncLLM` each own one `Front`. It holds what the engine's thread does not need: the tokenizer, the
+limits that requests are checked against, the seeds of requests that bring none, and the requests in flight.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from pagedkv._core import Edge
+from pagedkv.config import EngineConfig
+from pagedkv.request import Limits, Prompt, Request, make_request
+from pagedkv.sampling_params import SamplingParams
+from pagedkv.streams import RequestState, Streams
+
+if TYPE_CHECKING:
+    from pagedkv.models import ModelConfig
+    from pagedkv.text.tokenizer import Tokenizer
+
+_MASK: Final = 2**64 - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
+class Seeds:
+    """An endless row of 64-bit seeds that depends on its start alone: SplitMix64 (Steele et al. 2014)."""
+
+    def __init__(self, start: int) -> None:
+        self._state = start & _MASK
+
+    def draw(self) -> int:
+        """The next seed."""
+        self._state = (self._state + _GOLDEN) & _MASK
+        value = self._state
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+        return value ^ (value >> 31)
+
+
+class Front:
+    """Checks, encodes and submits requests. One thread at a time may use it.
+
+    Attributes:
+        config: the options as given.
+        seed: the option `seed`, or what was drawn for it.
+        limits: what a request must keep to.
+        streams: the requests in flight.
+    """
+
+    def __init__(
+        self,
+        edge: Edge,
+        tokenizer: "Tokenizer",
+        config: EngineConfig,
+        model_config: "ModelConfig",
+        limits: Limits,
+        seed: int,
+    ) -> None:
+        self.edge = edge
+        self.tokenizer = tokenizer
+        self.config = config
+        self.model_config = model_config
+        self.limits = limits
+        self.seed = seed
+        self.streams = Streams(edge)
+        self._seeds = Seeds(seed)
+        self._num_submitted = 0
+
+    def request(self, prompt: Prompt, params: SamplingParams, *, salt: bytes = b"") -> Request:
+        """Encodes and checks a prompt. Raises InvalidRequest."""
+        return make_request(prompt, params, self.tokenizer, self.limits, salt=salt)
+
+    def submit(self, request: Request, request_id: str | None = None) -> RequestState:
+        """Hands a request to the core. Raises InvalidRequest if it could never be served, or QueueFull."""
+        params = request.params
+        core_id = self.edge.submit(
+            request.token_array(),
+            max_tokens=request.max_tokens,
+            n=params.n,
+            temperature=float(params.temperature),
+            top_p=float(params.top_p),
+            top_k=max(params.top_k, 0),
+            min_p=float(params.min_p),
+            seed=self._seed_of(request),
+            stop_token_ids=params.stop_ids,
+            ignore_eos=params.ignore_eos,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            salt=request.salt,
+        )
+        if request_id is None:
+            request_id = str(self._num_submitted)
+        self._num_submitted += 1
+        state = RequestState(request, request_id, core_id, self.tokenizer)
+        self.streams.add(state)
+        return state
+
+    def _seed_of(self, request: Request) -> int:
+        # Drawn once a request, also if the queue is full at first: the seeds depend on the order of requests
+        # alone.
+        if request.seed is None:
+            given = request.params.seed
+            request.seed = self._seeds.draw() if given is None else given
+        return request.seed

@@ -1,0 +1,60 @@
+"""The tensors that hold keys and values, one pair a layer.
+
+The Rust core decides which block holds what; this is only the memory. The runner creates one `KVCache` and
+hands it to the model with every step.
+"""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of all layers, in blocks.
+
+    `layers[i]` is the pair (key_cache, value_cache) of layer i, each [num_blocks + 1, num_kv_heads,
+    block_size, head_dim] and contiguous: a block of one head is one run of memory. Block 0 is the null block,
+    which no sequence owns; `num_blocks` counts the others.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        poison: bool = False,
+    ) -> None:
+        """Allocates the cache.
+
+        Args:
+            num_layers: Layers of the model.
+            num_blocks: Usable blocks; the null block comes on top.
+            num_kv_heads: Key/value heads of a layer.
+            block_size: Token slots in a block.
+            head_dim: Elements of one head of one token.
+            dtype: Element type of keys and values.
+            device: Where the memory lies.
+            poison: Fill with NaN, so that reading a slot that was never written shows in the answer.
+        """
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
+        # On the CPU zeros come from pages that the kernel maps on first touch, so an idle pool costs no
+        # memory.
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(num_layers)
+        ]
+        if poison:
+            for pair in self.layers:
+                for cache in pair:
+                    cache.fill_(float("nan"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values, the null block included."""
+        return sum(cache.numel() * cache.element_size() for pair in self.layers for cache in pair)

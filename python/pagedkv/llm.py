@@ -1,0 +1,186 @@
+"""`LLM`: a model in this process, for work that is there as a whole. It steps the engine itself."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+
+from tqdm import tqdm
+
+from pagedkv.config import EngineConfig, EngineOptions
+from pagedkv.errors import QueueFull
+from pagedkv.loading import load
+from pagedkv.outputs import RequestOutput
+from pagedkv.request import Prompt, Prompts, Request, params_for, split_prompts
+from pagedkv.sampling_params import SamplingParams
+from pagedkv.streams import RequestState
+
+if TYPE_CHECKING:
+    from pagedkv.models import ModelConfig
+    from pagedkv.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """Generates answers to lists of prompts. Not thread-safe; `AsyncLLM` serves requests as they come.
+
+    The arguments are the fields of `EngineConfig`, which says what they mean and allow.
+    """
+
+    def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
+        """Loads the model.
+
+        Raises:
+            ValueError: an option, or a combination of options and model, is not allowed.
+            ModelError: the model cannot be found, read or run.
+        """
+        self._load(EngineConfig(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """The same from an `EngineConfig`."""
+        llm = cls.__new__(cls)
+        llm._load(config)
+        return llm
+
+    def _load(self, config: EngineConfig) -> None:
+        self._engine, self._front = load(config)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options, as they were given."""
+        return self._front.config
+
+    @property
+    def model_config(self) -> "ModelConfig":
+        """The shape of the model."""
+        return self._front.model_config
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer."""
+        return self._front.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self._front.limits.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues prompts and returns the answers in the prompts' order.
+
+        Args:
+            prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of
+                such.
+            sampling_params: one for all or one per prompt; None for the defaults (temperature 1, 16 tokens).
+            use_tqdm: shows a progress bar.
+
+        Raises:
+            InvalidRequest: a prompt or its parameters can never be served. Nothing is generated then.
+            RequestFailed: a step raised.
+        """
+        split = split_prompts(prompts)
+        params = params_for(sampling_params, len(split))
+        # All of them are checked before the first one runs.
+        requests = [self._front.request(prompt, one) for prompt, one in zip(split, params, strict=True)]
+        return self._run(requests, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of a list of conversations, through the model's chat template.
+
+        Args:
+            messages: [{"role": "user", "content": "Hello"}], or a list of such lists.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
+            add_generation_prompt: ends the prompt with the opening of the assistant's answer.
+            continue_final_message: goes on within the last message instead.
+            tools: descriptions of functions, for templates that know them.
+            chat_template_kwargs: further variables of the template.
+
+        Raises:
+            ChatTemplateError: the model has no chat template, or it refuses the conversation.
+            InvalidRequest: as in `generate`.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        prompts: list[Prompt] = [
+            self.tokenizer.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stats(self) -> dict[str, int]:
+        """Counters as of the last step."""
+        return self._engine.edge.stats()
+
+    def snapshot(self) -> dict[str, Any]:
+        """A consistent picture of the cache."""
+        return self._engine.core.snapshot()
+
+    def check_invariants(self) -> None:
+        """Raises RuntimeError naming the first rule of the cache that does not hold."""
+        self._engine.core.check_invariants()
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every block that later prompts could find. Returns how many."""
+        return self._engine.core.reset_prefix_cache()
+
+    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
+        waiting = deque(requests)
+        states: list[RequestState] = []
+        streams = self._front.streams
+        try:
+            with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                while waiting or len(streams):
+                    self._submit(waiting, states)
+                    bar.update(self._step())
+        finally:
+            # After the last answer this only hears out the core. After an error or Ctrl-C it ends what is
+            # left.
+            for state in streams:
+                streams.abort(state)
+            self._engine.settle()
+        return [state.output() for state in states]
+
+    def _submit(self, waiting: deque[Request], states: list[RequestState]) -> None:
+        """Submits as many as the queue takes; the rest follows when some have ended."""
+        while waiting:
+            try:
+                states.append(self._front.submit(waiting[0]))
+            except QueueFull:
+                return
+            waiting.popleft()
+
+    def _step(self) -> int:
+        """Takes a step and returns how many requests ended by it."""
+        events = self._engine.step()
+        if events is None:
+            raise RuntimeError(f"nothing runs although {len(self._front.streams)} requests are in flight")
+        num_ended = 0
+        for state in self._front.streams.apply(events):
+            if state.error is not None:
+                raise state.error from self._engine.last_error
+            num_ended += state.finished
+        return num_ended

@@ -1,0 +1,136 @@
+"""From options to a running engine's parts: the model, the tokenizer, the pool and the core, in that order.
+
+Called once by `LLM` and `AsyncLLM`. What was chosen, and what had to be cut, is said through the logger
+"pagedkv".
+"""
+
+import logging
+import secrets
+import sys
+
+import torch
+
+from pagedkv import _core
+from pagedkv.config import EngineConfig, poison_requested
+from pagedkv.engine import Engine
+from pagedkv.front import Front
+from pagedkv.kv_cache import KVCache
+from pagedkv.models import LoadedModel, load_model, resolve
+from pagedkv.ops import choose
+from pagedkv.plan import (
+    PoolPlan,
+    block_bytes,
+    cpu_budget,
+    format_bytes,
+    free_memory,
+    gpu_budget,
+    plan_pool,
+)
+from pagedkv.request import Limits
+from pagedkv.runner import ModelRunner
+from pagedkv.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("pagedkv")
+
+
+def load(config: EngineConfig) -> tuple[Engine, Front]:
+    """Loads a model and builds an engine and its front.
+
+    Raises ModelError for a model that cannot be found, read or run, BackendUnavailable for a device that is
+    not there, and ValueError for options that do not fit the model or the memory.
+    """
+    set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    ops = choose(device.type)
+    source = resolve(config.model)
+    logger.info("loading %s from %s onto %s", source.name, source.path, device)
+    loaded = load_model(source, config.dtype, device, progress=sys.stderr.isatty())
+    logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
+    tokenizer = Tokenizer.load(source)
+    model_config = loaded.config
+    plan = plan_memory(config, loaded, device)
+    loaded.model.set_max_len(plan.max_model_len, device)
+    kv_cache = KVCache(
+        model_config.num_layers,
+        plan.num_blocks,
+        model_config.num_kv_heads,
+        config.block_size,
+        model_config.head_dim,
+        loaded.dtype,
+        device,
+        poison=poison_requested(),
+    )
+    core = _core.Core(
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}),
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    seed = secrets.randbits(64) if config.seed is None else config.seed
+    limits = Limits(plan.max_model_len, model_config.vocab_size)
+    front = Front(core.edge, tokenizer, config, model_config, limits, seed)
+    return Engine(core, ModelRunner(loaded, kv_cache, ops, device)), front
+
+
+def choose_device(device: str) -> torch.device:
+    """The device that the option names: "auto" is the first GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda:0" if device == "cuda" else device)
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Bounds the threads of torch's operations and of the kernels in Rust."""
+    torch.set_num_threads(num_threads)
+    _core.set_num_threads(num_threads)
+
+
+def plan_memory(config: EngineConfig, model: LoadedModel, device: torch.device) -> PoolPlan:
+    """Chooses the size of the pool, with the weights already in memory, and says what was chosen."""
+    bytes_per_token = model.config.kv_bytes_per_token(model.dtype)
+    free = _free_bytes(device)
+    budget = config.kv_bytes
+    if budget is None:
+        budget = gpu_budget(free) if device.type == "cuda" else cpu_budget(free)
+    plan = plan_pool(
+        bytes_per_token=bytes_per_token,
+        block_size=config.block_size,
+        budget_bytes=budget,
+        num_blocks=config.num_blocks,
+        model_len=model.config.max_len,
+        model_reason=model.config.max_len_reason,
+        max_model_len=config.max_model_len,
+    )
+    pool_bytes = (plan.num_blocks + 1) * block_bytes(bytes_per_token, config.block_size)
+    if pool_bytes > free:
+        logger.warning(
+            "the cache of %s is larger than the free memory, %s", format_bytes(pool_bytes), format_bytes(free)
+        )
+    logger.info(
+        "the cache holds %d tokens in %d blocks of %d: %s, %s a token",
+        plan.num_blocks * config.block_size,
+        plan.num_blocks,
+        config.block_size,
+        format_bytes(pool_bytes),
+        format_bytes(bytes_per_token),
+    )
+    if plan.cap_reason is not None:
+        logger.warning(
+            "max_model_len is %d of the %d tokens that the model was trained for: %s",
+            plan.max_model_len,
+            model.config.max_position_embeddings,
+            plan.cap_reason,
+        )
+    else:
+        logger.info("max_model_len is %d tokens", plan.max_model_len)
+    return plan
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return free
+    return free_memory()

@@ -1,0 +1,91 @@
+"""One step on tensors: copies of blocks, the forward pass, sampling, log-probabilities.
+
+The runner owns the model, the cache tensors and the choice of operations. It takes the arena that the core
+wrote and gives back numbers; it decides nothing.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagedkv._core import StepHeader
+from pagedkv.batch import StepBatch
+from pagedkv.kv_cache import KVCache
+from pagedkv.ops import Ops
+
+if TYPE_CHECKING:
+    from pagedkv.models import LoadedModel
+
+logger = logging.getLogger("pagedkv")
+
+
+@dataclass(slots=True)
+class RowLogprobs:
+    """Log-probabilities of the rows that asked for them.
+
+    Attributes:
+        index: row of the step -> entry of the lists below.
+        chosen: of the sampled token.
+        top_ids: the most likely tokens, as many as the greediest row asked for.
+        top: their log-probabilities.
+    """
+
+    index: dict[int, int]
+    chosen: list[float]
+    top_ids: list[list[int]]
+    top: list[list[float]]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Sampled tokens [R] int32, and the log-probabilities that were asked for."""
+
+    tokens: NDArray[np.int32]
+    logprobs: RowLogprobs | None
+
+
+class ModelRunner:
+    """A model, its cache and the operations on them, on one device."""
+
+    def __init__(self, model: "LoadedModel", kv_cache: KVCache, ops: Ops, device: torch.device) -> None:
+        self.model = model.model
+        self.kv_cache = kv_cache
+        self.ops = ops
+        self.device = device
+
+    def new_arena(self, num_words: int) -> NDArray[np.int32]:
+        """An arena for the core to write into; pinned where a GPU is to copy from it."""
+        pinned = self.device.type == "cuda"
+        return torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned).numpy()
+
+    @torch.inference_mode()
+    def run(self, header: StepHeader, arena: NDArray[np.int32]) -> StepResult:
+        """Computes one step. Raises whatever the model or the device raises."""
+        batch = StepBatch.from_arena(torch.from_numpy(arena), header.num_decodes, self.device)
+        if header.num_copies:
+            # All copies come first: a block that is written in this step may be the source of one.
+            self.ops.copy_blocks(self.kv_cache.layers, batch.copies)
+        logits = self.model(batch, self.kv_cache, self.ops)
+        if header.num_rows == 0:
+            return StepResult(np.empty(0, dtype=np.int32), None)
+        tokens = self.ops.sample(logits, batch.sampling)
+        logprobs = self._logprobs(logits, tokens, batch)
+        return StepResult(tokens.to("cpu", torch.int32).numpy(), logprobs)
+
+    def probe(self) -> None:
+        """Raises if the device computes no more. A GPU that met an illegal access never does again."""
+        if self.device.type == "cuda":
+            torch.ones(8, device=self.device).sum().item()
+
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, batch: StepBatch) -> RowLogprobs | None:
+        most = batch.sampling.max_num_logprobs
+        if most < 0:
+            return None
+        picked = torch.nonzero(batch.sampling.num_logprobs >= 0).squeeze(1)
+        chosen, top_ids, top = self.ops.logprobs(logits[picked], tokens[picked], most)
+        index = {row: entry for entry, row in enumerate(picked.tolist())}
+        return RowLogprobs(index, chosen.tolist(), top_ids.tolist(), top.tolist())

@@ -1,0 +1,133 @@
+"""How a request is to be sampled, and where its answer ends. Named and defaulted as vLLM's users know it.
+
+What a checkpoint's generation_config.json recommends (a temperature, a top_p) is not applied: what is not
+given here has the default below, for every model. Only its end-of-sequence tokens are heeded.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pagedkv.errors import InvalidRequest
+
+MAX_SAMPLES: Final = 128
+MAX_LOGPROBS: Final = 20
+MAX_TEMPERATURE: Final = 100.0
+MAX_SEED: Final = 2**64 - 1
+MAX_TOKEN_ID: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The sampling options of one request.
+
+    Raises InvalidRequest (a ValueError), naming the field, its value and what is allowed.
+
+    Attributes:
+        n: answers to the same prompt, which is computed once; at most 128.
+        temperature: 0 takes the most likely token always (the lowest id among equals); up to 100.
+        top_p: keep the most likely tokens whose probabilities add up to this; 1 keeps all.
+        top_k: keep this many of the most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this likely, relative to the most likely one; 0 keeps all.
+        seed: makes the answer repeatable, whatever else the engine serves. None: drawn at submit.
+        max_tokens: tokens to generate at most. None: as many as the model's length leaves room for.
+        stop: texts that end the answer; they are not part of it.
+        stop_token_ids: tokens that end the answer, besides the model's own end tokens.
+        ignore_eos: go on after the model's end tokens.
+        logprobs: log-probabilities of the generated tokens. 0: only theirs; k: of the k most likely tokens as
+            well.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: leave the stop text, or the token that ended the answer, in the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_SAMPLES, f"an integer in 1..{MAX_SAMPLES}")
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE, "a number in 0..100")
+        _check_float("top_p", self.top_p, 0.0, 1.0, "a number p with 0 < p <= 1")
+        if self.top_p == 0:
+            raise _refusal("top_p", self.top_p, "a number p with 0 < p <= 1")
+        _check_int("top_k", self.top_k, -1, MAX_TOKEN_ID, "-1 or 0 (off), or an integer >= 1")
+        _check_float("min_p", self.min_p, 0.0, 1.0, "a number in 0..1")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED, "an integer in 0..2^64-1, or none for a random one")
+        if self.max_tokens is not None:
+            _check_int(
+                "max_tokens", self.max_tokens, 1, None, "an integer >= 1, or none for what the context leaves"
+            )
+        if self.logprobs is not None:
+            _check_int(
+                "logprobs", self.logprobs, 0, MAX_LOGPROBS, f"an integer in 0..{MAX_LOGPROBS}, or none"
+            )
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, getattr(self, name), "true or false")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, always as a tuple."""
+        return tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids`, always as a tuple."""
+        return tuple(self.stop_token_ids or ())
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    allowed = "a text or a list of texts, none of them empty"
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Sequence) or not all(isinstance(text, str) and text for text in value):
+        raise _refusal("stop", value, allowed)
+    return tuple(value)
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _refusal("stop_token_ids", value, "a list of token ids")
+    for token_id in value:
+        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID, "a list of token ids, each an integer >= 0")
+    return tuple(value)
+
+
+def _check_int(field: str, value: object, low: int, high: int | None, allowed: str) -> None:
+    # A bool is an int to Python, but `n=True` is a mistake.
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise _refusal(field, value, allowed)
+
+
+def _check_float(field: str, value: object, low: float, high: float, allowed: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise _refusal(field, value, allowed)
+    if not low <= value <= high:
+        raise _refusal(field, value, allowed)
+
+
+def _refusal(field: str, value: object, allowed: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} is {value!r}, allowed: {allowed}")

@@ -1,0 +1,53 @@
+"""Puts the application together: one engine, the routes, and what happens around every request."""
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from pagedkv.serve import middleware
+from pagedkv.serve.metrics import Metrics
+from pagedkv.serve.routes import routes
+from pagedkv.serve.served import SERVED, Served, ServeOptions
+
+if TYPE_CHECKING:
+    from pagedkv.async_llm import AsyncLLM
+
+# Prompts of token ids and long conversations are large; aiohttp's own limit is 1 MiB.
+MAX_BODY_BYTES = 64 * 2**20
+
+
+def build_app(engine: "AsyncLLM", options: ServeOptions) -> web.Application:
+    """The application around a running engine, which it shuts down when it ends itself.
+
+    Run it with `handler_cancellation=True`: a client that leaves must cancel its handler, because that is
+    what aborts its request.
+    """
+    app = web.Application(
+        client_max_size=MAX_BODY_BYTES,
+        middlewares=[
+            middleware.count_responses,
+            middleware.errors_as_json,
+            middleware.preflight,
+            middleware.require_key,
+        ],
+    )
+    metrics = Metrics(options.model_names[0], engine.stats, _cache_config(engine))
+    app[SERVED] = Served(engine, options, metrics)
+    app.add_routes(routes())
+    app.on_response_prepare.append(middleware.add_headers)
+    app.on_shutdown.append(_end_engine)
+    return app
+
+
+async def _end_engine(app: web.Application) -> None:
+    """Ends the engine while the connections are still open: whoever still waits hears an error."""
+    await app[SERVED].engine.shutdown()
+
+
+def _cache_config(engine: "AsyncLLM") -> dict[str, str]:
+    """Labels of `cache_config_info`, which does not change while the engine lives."""
+    config = engine.config
+    return {
+        "block_size": str(config.block_size),
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+    }

@@ -1,0 +1,50 @@
+"""POST /v1/completions."""
+
+from typing import Any
+
+from aiohttp import web
+
+from pagedkv.serve import logprobs
+from pagedkv.serve.bodies import read_request
+from pagedkv.serve.prompts import DEFAULT_COMPLETION_TOKENS, completion_prompts
+from pagedkv.serve.protocol import CompletionRequest
+from pagedkv.serve.replies import Piece, Shape, reply
+from pagedkv.serve.served import SERVED
+
+
+class CompletionShape(Shape):
+    """`text_completion` objects; the events of a stream look like whole replies."""
+
+    id_prefix = "cmpl"
+    object = "text_completion"
+    chunk_object = "text_completion"
+    default_max_tokens = DEFAULT_COMPLETION_TOKENS
+
+    def __init__(self, num_logprobs: int | None) -> None:
+        self._num_logprobs = num_logprobs
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """Text, reason of the end and log-probabilities."""
+        shown = None
+        if self._num_logprobs is not None and piece.logprobs is not None:
+            shown = logprobs.for_completion(piece.token_ids, piece.logprobs, self._num_logprobs, piece.offset)
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": shown,
+            "finish_reason": piece.answer.finish_reason,
+            "stop_reason": piece.answer.stop_reason,
+        }
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """The same fields, of what is new."""
+        return self.choice(piece)
+
+
+async def create_completion(http_request: web.Request) -> web.StreamResponse:
+    """Continues one or more prompts."""
+    served = http_request.app[SERVED]
+    request = await read_request(http_request, CompletionRequest)
+    served.name_for(request.model)
+    prompts = await completion_prompts(served, request)
+    return await reply(http_request, request, prompts, CompletionShape(request.num_logprobs))

@@ -1,0 +1,74 @@
+"""Log-probabilities in OpenAI's two shapes: parallel lists for completions, a list of objects for chat."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pagedkv.outputs import Logprob, TokenLogprobs
+
+# JSON has no infinity. No real token comes near this.
+_LEAST = -9999.0
+
+
+def _value(logprob: Logprob) -> float:
+    return logprob.logprob if math.isfinite(logprob.logprob) else _LEAST
+
+
+def _ranked(entry: TokenLogprobs, num_top: int) -> Iterable[tuple[int, Logprob]]:
+    """The `num_top` most likely tokens of an entry, in order; the sampled one only if it is among them."""
+    ranked = [(token_id, logprob) for token_id, logprob in entry.items() if logprob.rank is not None]
+    ranked.sort(key=lambda item: item[1].rank or 0)
+    return ranked[:num_top]
+
+
+def for_completion(
+    token_ids: list[int], entries: list[TokenLogprobs], num_top: int, offset: int
+) -> dict[str, Any]:
+    """The lists of /v1/completions.
+
+    Args:
+        token_ids: the sampled tokens.
+        entries: one per token.
+        num_top: alternatives wanted for each.
+        offset: where the text of the first token begins in the whole answer.
+
+    Returns:
+        tokens, token_logprobs, top_logprobs and text_offset. top_logprobs maps texts to numbers; of several
+        tokens with one text it has the likeliest.
+    """
+    tokens: list[str] = []
+    values: list[float] = []
+    tops: list[dict[str, float]] = []
+    offsets: list[int] = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        sampled = entry[token_id]
+        top: dict[str, float] = {}
+        for _, logprob in _ranked(entry, num_top):
+            top[logprob.decoded_token] = max(_value(logprob), top.get(logprob.decoded_token, _LEAST))
+        # The sampled token is always among the alternatives, as OpenAI has it.
+        top.setdefault(sampled.decoded_token, _value(sampled))
+        tokens.append(sampled.decoded_token)
+        values.append(_value(sampled))
+        tops.append(top)
+        offsets.append(offset)
+        offset += len(sampled.decoded_token)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def for_chat(
+    token_ids: list[int], entries: list[TokenLogprobs], num_top: int, token_bytes: Callable[[int], bytes]
+) -> dict[str, Any]:
+    """The `content` list of /v1/chat/completions: every token with its bytes and its `num_top` alternatives.
+
+    `token_bytes` gives what a token stands for even where that is a part of a character.
+    """
+
+    def token(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        raw = list(token_bytes(token_id))
+        return {"token": logprob.decoded_token, "logprob": _value(logprob), "bytes": raw}
+
+    content = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        top = [token(top_id, logprob) for top_id, logprob in _ranked(entry, num_top)]
+        content.append({**token(token_id, entry[token_id]), "top_logprobs": top})
+    return {"content": content, "refusal": None}

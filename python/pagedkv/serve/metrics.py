@@ -1,0 +1,218 @@
+"""What /metrics shows: vLLM's names after the prefix `pagedkv:`, so that its dashboards need one replacement.
+
+Gauges and counters come from the engine's own statistics at the moment of the scrape, so nothing is counted
+twice and an idle server does no work. Histograms are observed here, per request, when its tokens arrive
+from the engine: a client that reads slowly does not change them.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from pagedkv.outputs import RequestOutput
+from pagedkv.sampling_params import SamplingParams
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX: Final = "pagedkv:"
+_LABELS: Final = ("model_name", "engine")
+# One engine behind one address; the label is what dashboards group by.
+_ENGINE: Final = "0"
+
+Stats = Mapping[str, int]
+
+# name after the prefix -> (name in the engine's statistics, or several that add up, help)
+_GAUGES: Final = {
+    "num_requests_running": ("num_running", "Sequences that take part in steps."),
+    "num_requests_waiting": ("num_waiting", "Sequences that wait for room in a step or in the cache."),
+    "kv_wasted_slots": ("wasted_slots", "Token slots of owned blocks that hold no token."),
+}
+_COUNTERS: Final = {
+    "prompt_tokens": ("prompt_tokens + prefix_hits", "Prompt tokens computed or found in the cache."),
+    "prompt_tokens_cached": ("prefix_hits", "Prompt tokens whose keys and values were found in the cache."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "num_preemptions": ("preemptions", "Sequences that gave their blocks back before they were done."),
+    "recomputed_tokens": ("recomputed_tokens", "Tokens computed once more after a preemption."),
+    "kv_block_evictions": ("evictions", "Idle blocks whose content was given up for a new one."),
+    "kv_block_copies": ("copies", "Blocks copied before they were written to."),
+    "engine_steps": ("steps", "Steps of the engine."),
+    "scheduled_tokens": ("scheduled_tokens", "Tokens computed in steps."),
+}
+_FINISHES: Final = ("stop", "length", "abort", "error")
+
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+_SAMPLES: Final = (1, 2, 5, 10, 20, 50, 128)
+
+_HISTOGRAMS: Final = {
+    "time_to_first_token_seconds": ("From the arrival of a request to its first token.", _SECONDS),
+    "inter_token_latency_seconds": ("Between two tokens of a sequence.", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean time per token after the first, per request.", _SECONDS),
+    "e2e_request_latency_seconds": ("From the arrival of a request to its last token.", _SECONDS),
+    "request_queue_time_seconds": ("From the arrival to the step that gave the first token.", _SECONDS),
+    "request_prefill_time_seconds": (
+        "From the start of the step that gave the first token to that token.",
+        _SECONDS,
+    ),
+    "request_decode_time_seconds": ("From the first token to the last one.", _SECONDS),
+    "request_inference_time_seconds": (
+        "From the start of the step that gave the first token to the last token.",
+        _SECONDS,
+    ),
+    "request_prompt_tokens": ("Prompt tokens per request.", _TOKENS),
+    "request_generation_tokens": ("Generated tokens per request, of all its sequences.", _TOKENS),
+    "request_params_n": ("Sequences asked for per request.", _SAMPLES),
+    "request_params_max_tokens": ("Tokens asked for per sequence at most.", _TOKENS),
+}
+
+
+class Metrics:
+    """The registry of one server: a collector over the engine's statistics, and the histograms.
+
+    Args:
+        model_name: value of the label `model_name`.
+        stats: gives the engine's counters; called at every scrape.
+        cache_config: labels of the constant `cache_config_info`.
+    """
+
+    def __init__(self, model_name: str, stats: Callable[[], Stats], cache_config: Mapping[str, str]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_EngineCollector(model_name, stats, cache_config))
+        self._histograms = {
+            name: Histogram(PREFIX + name, text, _LABELS, buckets=buckets, registry=self._registry).labels(
+                model_name, _ENGINE
+            )
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._http_requests = Counter(
+            "http_requests", "Responses by address.", ("handler", "method", "status"), registry=self._registry
+        )
+
+    def exposition(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def observe(self, name: str, value: float) -> None:
+        """Adds one observation to a histogram."""
+        self._histograms[name].observe(value)
+
+    def count_response(self, address: str, method: str, status: int) -> None:
+        """Counts a response; `address` is a route's pattern, so callers cannot make up new time series."""
+        self._http_requests.labels(address, method, f"{status // 100}xx").inc()
+
+    def stopwatch(self, params: SamplingParams) -> "Stopwatch":
+        """Starts to time a request that arrives now."""
+        return Stopwatch(self, params)
+
+
+class Stopwatch:
+    """Times one request from the outputs that the engine gives for it."""
+
+    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self._metrics = metrics
+        self._params = params
+        self._arrival = time.monotonic()
+        self._num_tokens: dict[int, int] = {}
+        self._last_seen: dict[int, float] = {}
+
+    def saw(self, output: RequestOutput) -> None:
+        """Takes notice of what has come since the last call."""
+        now = time.monotonic()
+        if output.finished and output.metrics is not None and output.metrics.finished_time is not None:
+            # The reader may come late for the end; the engine knows when it was.
+            now = output.metrics.finished_time
+        first = not self._num_tokens
+        for answer in output.outputs:
+            before = self._num_tokens.get(answer.index, 0)
+            num_new = len(answer.token_ids) - before
+            if num_new <= 0:
+                continue
+            if before:
+                # Several tokens can arrive together; each took its share of the time.
+                each = (now - self._last_seen[answer.index]) / num_new
+                for _ in range(num_new):
+                    self._metrics.observe("inter_token_latency_seconds", each)
+            self._num_tokens[answer.index] = before + num_new
+            self._last_seen[answer.index] = now
+        if first and self._num_tokens:
+            self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
+        if output.finished:
+            self._finish(output, now)
+
+    def _finish(self, output: RequestOutput, now: float) -> None:
+        observe = self._metrics.observe
+        longest = max(self._num_tokens.values(), default=0)
+        observe("e2e_request_latency_seconds", now - self._arrival)
+        observe("request_prompt_tokens", len(output.prompt_token_ids))
+        observe("request_generation_tokens", sum(self._num_tokens.values()))
+        observe("request_params_n", self._params.n)
+        if self._params.max_tokens is not None:
+            observe("request_params_max_tokens", self._params.max_tokens)
+        times = output.metrics
+        if times is None or times.first_scheduled_time is None or times.first_token_time is None:
+            return
+        finished = times.finished_time if times.finished_time is not None else now
+        observe("request_queue_time_seconds", times.first_scheduled_time - times.arrival_time)
+        observe("request_prefill_time_seconds", times.first_token_time - times.first_scheduled_time)
+        observe("request_decode_time_seconds", finished - times.first_token_time)
+        observe("request_inference_time_seconds", finished - times.first_scheduled_time)
+        if longest > 1:
+            observe(
+                "request_time_per_output_token_seconds", (finished - times.first_token_time) / (longest - 1)
+            )
+
+
+class _EngineCollector(Collector):
+    """Turns the engine's statistics into metrics at the moment they are asked for."""
+
+    def __init__(self, model_name: str, stats: Callable[[], Stats], cache_config: Mapping[str, str]) -> None:
+        self._labels = [model_name, _ENGINE]
+        self._stats = stats
+        self._cache_config = cache_config
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry at every scrape."""
+        stats = self._stats()
+        for name, (source, text) in _GAUGES.items():
+            yield self._gauge(name, text, stats[source])
+        for name, (source, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=_LABELS)
+            counter.add_metric(self._labels, sum(stats[part] for part in source.split(" + ")))
+            yield counter
+        finished = CounterMetricFamily(
+            PREFIX + "request_success",
+            "Sequences that ended, by reason.",
+            labels=[*_LABELS, "finished_reason"],
+        )
+        for reason in _FINISHES:
+            finished.add_metric([*self._labels, reason], stats[f"finished_{reason}"])
+        yield finished
+        yield from self._blocks(stats)
+
+    def _blocks(self, stats: Stats) -> Iterable[Metric]:
+        """Used blocks are those that a sequence owns and those that a step in flight may still touch."""
+        used = stats["blocks_owned"] + stats["blocks_fenced"]
+        blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "Cache blocks by state.", labels=[*_LABELS, "state"])
+        for state, count in (("used", used), ("idle", stats["blocks_idle"]), ("free", stats["blocks_free"])):
+            blocks.add_metric([*self._labels, state], count)
+        yield blocks
+        share = used / stats["blocks_total"] if stats["blocks_total"] else 0.0
+        yield self._gauge("kv_cache_usage_perc", "Share of the cache blocks in use, 0 to 1.", share)
+        # Routers look for vLLM's name of the number of blocks, whatever device they are on.
+        config = {**self._cache_config, "num_gpu_blocks": str(stats["blocks_total"])}
+        info = GaugeMetricFamily(
+            PREFIX + "cache_config_info", "The cache's configuration, as labels.", labels=[*_LABELS, *config]
+        )
+        info.add_metric([*self._labels, *config.values()], 1)
+        yield info
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=_LABELS)
+        gauge.add_metric(self._labels, value)
+        return gauge

@@ -1,0 +1,370 @@
+"""What a request may say: pydantic models of the bodies, and the way from raw bytes to one of them.
+
+The rules, from what real clients send: null means absent, everywhere; a wrong type or value is refused with
+the field's name, the value and what is allowed; numbers are numbers, never strings or booleans; unknown
+keys inside messages are ignored. `fields` says what happens to the fields that no model here has.
+"""
+
+import json
+import re
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from pagedkv.serve.errors import refuse, shown
+from pagedkv.serve.fields import refuse_unsupported, unknown_fields
+
+MAX_N = 128
+MAX_SEQUENCES = 1024
+"""Bound on n times the number of prompts of one request."""
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+MAX_SEED = 2**64 - 1
+MAX_TEMPERATURE = 100.0
+MAX_TOP_K = 2**31 - 1
+MAX_SALT_CHARS = 1024
+
+Prompt = str | list[int]
+"""One prompt: a text, or its token ids."""
+
+
+def _without_nulls(value: Any) -> Any:
+    """Null is absent: the defaults of the model apply."""
+    if isinstance(value, dict):
+        return {key: item for key, item in value.items() if item is not None}
+    return value
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    # The message is data, not a template: braces in a quoted value must stay as they are.
+    return PydanticCustomError("pagedkv", "{message}", {"message": message})
+
+
+def _check_stop(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _wrong("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise _wrong(f"must have at most {MAX_STOPS} strings")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise _wrong(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+    return stops
+
+
+def _is_token_list(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _check_prompt(value: Any) -> Any:
+    """Brings the four forms of a prompt into one: a list of texts or of lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_token_list(value):
+            return [value]
+        if all(isinstance(item, str) for item in value) or all(_is_token_list(item) for item in value):
+            return value
+    raise _wrong(
+        "must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
+    )
+
+
+def _check_content(value: Any) -> Any:
+    """A message's content is a text, or a list of parts that are checked one by one."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if isinstance(value, list):
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in value]
+    raise _wrong("must be a string, null or a list of text parts")
+
+
+Null = BeforeValidator(_without_nulls)
+Stops = Annotated[list[str], BeforeValidator(_check_stop)]
+Prompts = Annotated[list[Prompt], BeforeValidator(_check_prompt)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class StreamOptions(_Body):
+    """What a stream carries besides the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(_Body):
+    """The fields that completions and chat share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: Annotated[StreamOptions, Null] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop: Stops = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """How many tokens the caller wants at most; the newer field wins where both are given."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def token_limit_field(self) -> str:
+        """The name of the field that `token_limit` comes from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives are wanted for each token; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuses what each field allows but their combination does not."""
+        if self.stream_options is not None and not self.stream:
+            refuse("stream_options", "stream_options is only allowed where stream is true.")
+        if self.best_of is not None and self.best_of != self.n:
+            allowed = f"only a value equal to n ({self.n}) is accepted, got {self.best_of}"
+            refuse("best_of", f"best_of is not supported yet: {allowed}.", code="unsupported_parameter")
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The field itself: 0 asks for the chosen token only."""
+        return self.logprobs
+
+    def check(self) -> None:
+        """Bounds the number of sequences that one request may start."""
+        super().check()
+        num_sequences = self.n * len(self.prompt)
+        if num_sequences > MAX_SEQUENCES:
+            product = f"n ({self.n}) times the number of prompts ({len(self.prompt)})"
+            refuse("prompt", f"{product} must be at most {MAX_SEQUENCES}, got {num_sequences}.")
+
+
+class ContentPart(_Body):
+    """A piece of a message. Only text is understood; a refusal that is sent back is text as well."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"] = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Self:
+        if self.text is None and self.refusal is None:
+            raise _wrong("must have a text")
+        return self
+
+
+class CalledFunction(_Body):
+    """Which function an assistant called, with the arguments as JSON text."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(_Body):
+    """A call in the history of a conversation."""
+
+    id: str | None = None
+    type: str = "function"
+    function: Annotated[CalledFunction, Null]
+
+
+class Message(_Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[list[Annotated[ContentPart, Null]], BeforeValidator(_check_content)] = Field(
+        default_factory=list
+    )
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Annotated[ToolCall, Null]] = Field(default_factory=list)
+    tool_call_id: str | None = None
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The turn as chat templates expect it.
+
+        Texts are joined by line breaks, because parts are separate paragraphs to the clients that send
+        them. Templates know no developer, and they index the arguments of calls, so those are parsed.
+        """
+        role = "system" if self.role == "developer" else self.role
+        content = "\n".join(part.text or part.refusal or "" for part in self.content)
+        turn: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_calls:
+            turn["tool_calls"] = [_call_as_template_input(call) for call in self.tool_calls]
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            value = getattr(self, name)
+            if value is not None:
+                turn[name] = value
+        return turn
+
+
+def _call_as_template_input(call: ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        if isinstance(parsed, dict):
+            arguments = parsed
+    return {
+        "id": call.id,
+        "type": call.type,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+# These are arguments of the rendering itself; a request that set them would change what the other fields
+# mean.
+_RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+class ChatRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Annotated[Message, Null]], Field(min_length=1, fail_fast=True)]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """`top_logprobs` where `logprobs` is true."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Checks the fields that lean on one another."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs", "top_logprobs is only allowed where logprobs is true.")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                message = "add_generation_prompt and continue_final_message cannot both be true."
+                refuse("continue_final_message", message)
+            if self.messages[-1].role != "assistant":
+                message = "continue_final_message needs a last message with the role assistant."
+                refuse("continue_final_message", message)
+        for name in self.chat_template_kwargs:
+            if name in _RESERVED_TEMPLATE_KWARGS:
+                refuse("chat_template_kwargs", f"chat_template_kwargs must not set {shown(name)}.")
+
+
+# Only an escape can bring half of a pair in: raw bytes of one are no valid UTF-8.
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises ApiError for anything else, NaN and Infinity included."""
+
+    def not_json(word: str) -> NoReturn:
+        raise ValueError(f"{word} is not a JSON value")
+
+    try:
+        body = json.loads(raw, parse_constant=not_json)
+    except RecursionError:
+        refuse(None, "The request body is nested too deeply.", code="invalid_json")
+    except ValueError as error:
+        refuse(None, f"The request body is not valid JSON: {error}.", code="invalid_json")
+    if _SURROGATE_ESCAPE.search(raw):
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            message = "The request body holds half of a surrogate pair, which is no character."
+            refuse(None, message, code="invalid_json")
+    if not isinstance(body, dict):
+        refuse(None, f"The request body must be a JSON object, got {shown(body)}.", code="invalid_json")
+    return body
+
+
+Request = TypeVar("Request", bound=GenerationRequest)
+
+
+def parse_request(kind: type[Request], raw: bytes, *, strict: bool) -> tuple[Request, list[str]]:
+    """Reads a body and says which of its fields were ignored because nobody knows them.
+
+    Args:
+        kind: the model of the endpoint's body.
+        raw: the bytes of the body.
+        strict: refuse unknown fields instead of ignoring them.
+
+    Raises:
+        ApiError: 400, with the field, its value and what is allowed.
+    """
+    body: dict[str, Any] = _without_nulls(parse_json(raw))
+    refuse_unsupported(body, kind.model_fields)
+    ignored = unknown_fields(body, kind.model_fields)
+    if ignored and strict:
+        refuse(ignored[0], f"{shown(ignored[0])} is not a field of this endpoint.", code="unknown_parameter")
+    try:
+        request = kind.model_validate(body)
+    except ValidationError as error:
+        _refuse_invalid(error.errors(include_url=False, include_context=False)[0])
+    request.check()
+    return request, ignored
+
+
+_SUBJECT = re.compile("^[A-Z][a-z]+ should ")
+_AFTERTHOUGHT = re.compile(r" after validation, not \d+")
+
+
+def _refuse_invalid(detail: ErrorDetails) -> NoReturn:
+    """Turns pydantic's first finding into a 400 that names the field, the value and what is allowed."""
+    path = ""
+    for step in detail["loc"]:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    if detail["type"] == "missing":
+        refuse(path, f"{path} is required.", code="missing_required_parameter")
+    # pydantic says "Input should be ..." or "List should have at least 1 item after validation, not 0".
+    allowed = _SUBJECT.sub("must ", detail["msg"])
+    allowed = _AFTERTHOUGHT.sub("", allowed)
+    refuse(path, f"{path} {allowed}, got {shown(detail['input'])}.", code="invalid_value")

@@ -1,0 +1,252 @@
+//! A flat hash table from hashes to block ids: open addressing, linear probing, backward-shift deletion.
+//!
+//! An entry is one `u64`: the high half of the hash, then the block id. The half hash also names the entry's
+//! home slot, so deleting moves entries without looking anything up. No block has id 0, hence a zero entry is
+//! an empty slot.
+
+use crate::ids::BlockId;
+
+/// Fetches the cache line of `slice[index]` ahead of its use. A hint: it does nothing where the target has no
+/// such instruction in stable Rust.
+#[inline]
+pub(super) fn prefetch<T>(slice: &[T], index: usize) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if let Some(item) = slice.get(index) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: prefetching reads no memory that the program can see, and the address is that of a live
+        // item.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(item).cast()) }
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = (slice, index);
+}
+
+/// Block ids by hash; several blocks may have the same hash.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct FlatTable {
+    /// A power of two of slots, at least twice as many as there are blocks.
+    entries: Vec<u64>,
+    len: u32,
+}
+
+impl FlatTable {
+    /// An empty table for at most `num_blocks` entries.
+    pub(super) fn new(num_blocks: u32) -> Self {
+        let num_slots = (num_blocks as usize * 2).next_power_of_two().max(2);
+        Self {
+            entries: vec![0; num_slots],
+            len: 0,
+        }
+    }
+
+    #[inline]
+    pub(super) fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// The entry of `block` under `hash`.
+    #[inline]
+    fn entry(hash: u64, block: BlockId) -> u64 {
+        (hash >> 32 << 32) | u64::from(block.0)
+    }
+
+    #[inline]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the low half of an entry is a block id"
+    )]
+    fn block(entry: u64) -> BlockId {
+        BlockId(entry as u32)
+    }
+
+    /// The slot at which the search for an entry, or for the hash it was made from, starts.
+    #[inline]
+    fn home(&self, entry: u64) -> usize {
+        (entry >> 32) as usize & (self.entries.len() - 1)
+    }
+
+    #[inline]
+    fn after(&self, slot: usize) -> usize {
+        (slot + 1) & (self.entries.len() - 1)
+    }
+
+    /// The first block under `hash` that `accept` takes. It is asked only about blocks with the same half
+    /// hash.
+    #[inline]
+    pub(super) fn find(&self, hash: u64, mut accept: impl FnMut(BlockId) -> bool) -> Option<BlockId> {
+        let mut slot = self.home(hash);
+        loop {
+            let entry = self.entries[slot];
+            if entry == 0 {
+                return None;
+            }
+            if entry >> 32 == hash >> 32 && accept(Self::block(entry)) {
+                return Some(Self::block(entry));
+            }
+            slot = self.after(slot);
+        }
+    }
+
+    /// Fetches the home slot of `hash` ahead of [`Self::find`].
+    #[inline]
+    pub(super) fn prefetch(&self, hash: u64) {
+        prefetch(&self.entries, self.home(hash));
+    }
+
+    /// The block in the home slot of `hash`, whoever it is: a guess at what [`Self::find`] will ask about.
+    #[inline]
+    pub(super) fn guess(&self, hash: u64) -> Option<BlockId> {
+        let entry = self.entries[self.home(hash)];
+        (entry != 0).then(|| Self::block(entry))
+    }
+
+    /// Adds a block that is not in the table.
+    pub(super) fn insert(&mut self, hash: u64, block: BlockId) {
+        assert!(
+            (self.len as usize) < self.entries.len() / 2,
+            "the prefix table is over half full"
+        );
+        let mut slot = self.home(hash);
+        while self.entries[slot] != 0 {
+            slot = self.after(slot);
+        }
+        self.entries[slot] = Self::entry(hash, block);
+        self.len += 1;
+    }
+
+    /// Takes a block out, and closes the gap by moving later entries towards their home slots.
+    pub(super) fn remove(&mut self, hash: u64, block: BlockId) {
+        let wanted = Self::entry(hash, block);
+        let mut gap = self.home(hash);
+        while self.entries[gap] != wanted {
+            assert!(
+                self.entries[gap] != 0,
+                "block {} is not in the prefix table",
+                block.0
+            );
+            gap = self.after(gap);
+        }
+        let mask = self.entries.len() - 1;
+        let mut slot = self.after(gap);
+        while self.entries[slot] != 0 {
+            // An entry may move to the gap unless its home lies after the gap, on the way from the gap to the
+            // entry.
+            let from_home = slot.wrapping_sub(self.home(self.entries[slot])) & mask;
+            let from_gap = slot.wrapping_sub(gap) & mask;
+            if from_home >= from_gap {
+                self.entries[gap] = self.entries[slot];
+                gap = slot;
+            }
+            slot = self.after(slot);
+        }
+        self.entries[gap] = 0;
+        self.len -= 1;
+    }
+
+    /// Forgets every entry.
+    pub(super) fn clear(&mut self) {
+        self.entries.fill(0);
+        self.len = 0;
+    }
+
+    /// Checks the count, and that no entry lies behind an empty slot on the way from its home.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let used = self.entries.iter().filter(|&&entry| entry != 0).count();
+        if used != self.len as usize || used * 2 > self.entries.len() {
+            return Err(format!(
+                "prefix table: {used} of {} slots used, {} counted",
+                self.entries.len(),
+                self.len
+            ));
+        }
+        for (slot, &entry) in self.entries.iter().enumerate().filter(|(_, entry)| **entry != 0) {
+            let mut step = self.home(entry);
+            while step != slot {
+                if self.entries[step] == 0 {
+                    return Err(format!(
+                        "prefix table: block {} is out of reach",
+                        Self::block(entry).0
+                    ));
+                }
+                step = self.after(step);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A hash whose home is `home` in any table of at least that many slots.
+    fn hash(home: u64, low: u64) -> u64 {
+        home << 32 | low
+    }
+
+    fn find(table: &FlatTable, hash: u64, block: u32) -> bool {
+        table.find(hash, |found| found == BlockId(block)).is_some()
+    }
+
+    #[test]
+    fn deletion_closes_gaps_across_the_end_of_the_table() {
+        let mut table = FlatTable::new(4);
+        assert_eq!(table.entries.len(), 8);
+        // Homes 6, 7, 6, 7 fill slots 6, 7, 0, 1.
+        let homes = [6, 7, 6, 7];
+        for (i, &home) in (1..).zip(&homes) {
+            table.insert(hash(home, 9), BlockId(i));
+        }
+        table.check().expect("sound after insertion");
+        table.remove(hash(6, 9), BlockId(1));
+        table.check().expect("sound after deletion");
+        // Block 3 came home to 6; block 4 took its place; block 2 never moved.
+        assert_eq!(
+            [6, 7, 0, 1].map(|slot| FlatTable::block(table.entries[slot]).0),
+            [3, 2, 4, 0]
+        );
+        for (block, home) in [(2, 7), (3, 6), (4, 7)] {
+            assert!(find(&table, hash(home, 1), block));
+        }
+        assert!(!find(&table, hash(6, 9), 1));
+        assert_eq!(table.len(), 3);
+    }
+
+    #[test]
+    fn random_use_agrees_with_a_list() {
+        let mut rng = 12_345_u64;
+        let mut draw = |bound: u64| {
+            rng = rng
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (rng >> 33) % bound
+        };
+        for num_blocks in [1, 2, 7, 33] {
+            let mut table = FlatTable::new(num_blocks);
+            let mut held: Vec<(u64, u32)> = Vec::new();
+            for _ in 0..3000 {
+                let block = 1 + u32::try_from(draw(u64::from(num_blocks))).unwrap();
+                if let Some(at) = held.iter().position(|&(_, other)| other == block) {
+                    let (hash, _) = held.swap_remove(at);
+                    table.remove(hash, BlockId(block));
+                    assert!(!find(&table, hash, block));
+                } else {
+                    let hash = hash(draw(9), draw(3));
+                    table.insert(hash, BlockId(block));
+                    held.push((hash, block));
+                }
+                table.check().unwrap();
+                assert!(held.iter().all(|&(hash, block)| find(&table, hash, block)));
+                assert_eq!(table.len() as usize, held.len());
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "block 2 is not in the prefix table")]
+    fn removing_a_stranger_panics() {
+        let mut table = FlatTable::new(4);
+        table.insert(5, BlockId(1));
+        table.remove(5, BlockId(2));
+    }
+}

@@ -1,0 +1,487 @@
+//! The pool: the state of every block, and the only code that changes it.
+//!
+//! Callers that hold several blocks of a sequence go through [`super::BlockTable`], which keeps the order of
+//! releases right. Misuse that an O(1) test can see (a release too many, a block that is not held) panics in
+//! every build: going on would hand one request's memory to another.
+
+use super::config::PoolConfig;
+use super::hash::BlockHasher;
+use super::lru::IdleList;
+use super::prefix::{Parent, PrefixHit, PrefixIndex};
+use super::root::RootId;
+use crate::ids::BlockId;
+
+/// Where a block is in its life; see the diagram of [`super`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BlockState {
+    /// Nobody holds it and nothing can find it.
+    Free,
+    /// At least one table holds it.
+    Owned,
+    /// Nobody holds it, but a lookup can find it.
+    Idle,
+    /// No table holds it, but a copy of the step in flight reads it.
+    Fenced,
+}
+
+/// Who keeps a block from being taken.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Holds {
+    /// Tables, sessions and pins.
+    pub(super) num_tables: u32,
+    /// Copies of the step in flight that read the block.
+    pub(super) num_leases: u32,
+}
+
+/// All blocks of one cache. Owned by one thread.
+#[derive(Clone, PartialEq, Eq)]
+pub struct BlockPool {
+    block_size: u32,
+    prefix_caching: bool,
+    /// By block id; the null block's entry stays empty.
+    pub(super) holds: Vec<Holds>,
+    /// A stack, so that the block released last is used first, while it may still be in a cache.
+    pub(super) free: Vec<BlockId>,
+    pub(super) idle: IdleList,
+    pub(super) index: PrefixIndex,
+    /// Blocks with at least one lease, each once.
+    pub(super) leased: Vec<BlockId>,
+    /// Counts calls of `clear_prefix`.
+    epoch: u64,
+    num_evictions: u64,
+}
+
+impl BlockPool {
+    /// A pool whose blocks are all free; they will be handed out in ascending order.
+    ///
+    /// # Panics
+    /// If `config` is not valid; see [`PoolConfig::validate`].
+    pub fn new(config: PoolConfig) -> Self {
+        Self::with_hasher(&config, BlockHasher::new(config.hash_key, false))
+    }
+
+    /// A pool for tests, in which all hashes are equal: no result may depend on the hash.
+    #[doc(hidden)]
+    pub fn with_degenerate_hash(config: PoolConfig) -> Self {
+        Self::with_hasher(&config, BlockHasher::new(config.hash_key, true))
+    }
+
+    fn with_hasher(config: &PoolConfig, hasher: BlockHasher) -> Self {
+        if let Err(message) = config.validate() {
+            panic!("{message}");
+        }
+        let PoolConfig {
+            num_blocks,
+            block_size,
+            prefix_caching,
+            ..
+        } = *config;
+        Self {
+            block_size,
+            prefix_caching,
+            holds: vec![Holds::default(); num_blocks as usize + 1],
+            free: (1..=num_blocks).rev().map(BlockId).collect(),
+            idle: IdleList::new(num_blocks),
+            index: PrefixIndex::new(hasher, num_blocks, block_size),
+            leased: Vec::new(),
+            epoch: 0,
+            num_evictions: 0,
+        }
+    }
+
+    /// Tokens in a block.
+    #[inline]
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    /// Usable blocks, whatever their state.
+    #[inline]
+    pub fn num_blocks(&self) -> u32 {
+        count(self.holds.len() - 1)
+    }
+
+    /// Blocks that nobody holds and nothing can find.
+    #[inline]
+    pub fn num_free(&self) -> u32 {
+        count(self.free.len())
+    }
+
+    /// Blocks that nobody holds but a lookup can find.
+    #[inline]
+    pub fn num_idle(&self) -> u32 {
+        self.idle.len()
+    }
+
+    /// Blocks that can be allocated now.
+    #[inline]
+    pub fn num_available(&self) -> u32 {
+        self.num_free() + self.num_idle()
+    }
+
+    /// Blocks that only a copy of the step in flight holds.
+    pub fn num_fenced(&self) -> u32 {
+        count(
+            self.leased
+                .iter()
+                .filter(|block| self.holds[block.index()].num_tables == 0)
+                .count(),
+        )
+    }
+
+    /// Blocks that tables hold.
+    pub fn num_owned(&self) -> u32 {
+        self.num_blocks() - self.num_available() - self.num_fenced()
+    }
+
+    /// Blocks that a lookup can find, held or idle.
+    #[inline]
+    pub fn num_published(&self) -> u32 {
+        self.index.table.len()
+    }
+
+    /// Idle blocks that were taken for something else, since the pool was made.
+    #[inline]
+    pub fn num_evictions(&self) -> u64 {
+        self.num_evictions
+    }
+
+    /// How often everything published was forgotten. A table made in an earlier epoch publishes nothing any
+    /// more.
+    #[inline]
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// The state of a block.
+    ///
+    /// # Panics
+    /// If `block` is the null block.
+    pub fn state(&self, block: BlockId) -> BlockState {
+        assert!(block != BlockId::NULL, "the null block has no state");
+        let Holds {
+            num_tables,
+            num_leases,
+        } = self.holds[block.index()];
+        match (num_tables, num_leases) {
+            (0, 0) if self.is_published(block) => BlockState::Idle,
+            (0, 0) => BlockState::Free,
+            (0, _) => BlockState::Fenced,
+            _ => BlockState::Owned,
+        }
+    }
+
+    /// Tables that hold the block plus copies of the step in flight that read it.
+    #[inline]
+    pub fn ref_count(&self, block: BlockId) -> u32 {
+        let Holds {
+            num_tables,
+            num_leases,
+        } = self.holds[block.index()];
+        num_tables + num_leases
+    }
+
+    /// Whether a lookup can find the block.
+    #[inline]
+    pub fn is_published(&self, block: BlockId) -> bool {
+        self.index.is_published(block)
+    }
+
+    /// Whether the one table that holds the block may write to it: no other table holds it and nothing can
+    /// find it. Leases do not matter, because the copies of a step run before its writes.
+    #[inline]
+    pub fn is_writable(&self, block: BlockId) -> bool {
+        self.holds[block.index()].num_tables == 1 && !self.is_published(block)
+    }
+
+    /// What a published block follows.
+    pub fn parent(&self, block: BlockId) -> Option<Parent> {
+        self.index.parent(block)
+    }
+
+    /// The tokens under which a block is published.
+    pub fn published_tokens(&self, block: BlockId) -> Option<&[u32]> {
+        self.is_published(block).then(|| self.index.tokens(block))
+    }
+
+    /// The chained hash under which a block is published; 0 if it is not.
+    #[inline]
+    pub fn hash(&self, block: BlockId) -> u64 {
+        self.index.nodes[block.index()].hash
+    }
+
+    /// The idle blocks in order of eviction.
+    pub fn idle_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.idle.iter()
+    }
+
+    /// Takes a hold on the namespace of `salt`. Different salts share no blocks.
+    pub fn root(&mut self, salt: &[u8]) -> RootId {
+        let hash = self.index.hasher.root(salt);
+        self.index.roots.hold(salt, hash)
+    }
+
+    /// Takes one more hold on a namespace that is held.
+    pub fn hold_root(&mut self, root: RootId) {
+        self.index.roots.get_mut(root).num_holds += 1;
+    }
+
+    /// Gives up a hold. The namespace is forgotten when no hold and no published block is left.
+    ///
+    /// # Panics
+    /// If nobody holds the namespace.
+    pub fn release_root(&mut self, root: RootId) {
+        let held = self.index.roots.get_mut(root);
+        assert!(held.num_holds > 0, "a root was released that nobody holds");
+        held.num_holds -= 1;
+        self.index.roots.drop_if_unused(root);
+    }
+
+    /// Namespaces that are held or have published blocks.
+    pub fn num_roots(&self) -> u32 {
+        count(self.index.roots.len())
+    }
+
+    /// Finds the longest chain of published blocks that starts `tokens` under `root`. Changes nothing in the
+    /// pool, in particular not the order of eviction.
+    pub fn lookup(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
+        hit.blocks.clear();
+        hit.hashes.clear();
+        hit.num_idle = 0;
+        if self.prefix_caching {
+            self.index.lookup(root, tokens, hit);
+            hit.num_idle = self.num_idle_among(&hit.blocks);
+        }
+    }
+
+    /// How many of some published blocks are idle.
+    pub(super) fn num_idle_among(&self, blocks: &[BlockId]) -> u32 {
+        count(blocks.iter().filter(|&&block| self.ref_count(block) == 0).count())
+    }
+
+    /// Takes a block for one table: a free one, or else the idle one that was not used for longest.
+    #[inline]
+    pub fn allocate(&mut self) -> Option<BlockId> {
+        let block = self.free.pop().or_else(|| self.evict())?;
+        debug_assert!(self.ref_count(block) == 0 && !self.is_published(block));
+        self.holds[block.index()].num_tables = 1;
+        Some(block)
+    }
+
+    /// Takes the front block off the idle list and out of the index.
+    fn evict(&mut self) -> Option<BlockId> {
+        let block = self.idle.front()?;
+        // Children that are idle lie before their parents, and those that a table holds keep their parents
+        // from being idle: what is left here are fenced ones. They lose their publication, and become free
+        // when the step ends.
+        let mut node = block;
+        loop {
+            if let Some(child) = self.index.first_child(node) {
+                node = child;
+                continue;
+            }
+            let parent = self.index.parent(node);
+            assert!(
+                node == block || self.state(node) == BlockState::Fenced,
+                "evicting a parent of block {}",
+                node.0
+            );
+            self.index.remove(node);
+            match parent {
+                Some(Parent::Block(parent)) if node != block => node = parent,
+                _ => break,
+            }
+        }
+        self.idle.remove(block);
+        self.num_evictions += 1;
+        Some(block)
+    }
+
+    /// Adds a table to the holders of a block that is owned, idle or fenced. Whoever shares a block must
+    /// share the blocks before it too.
+    ///
+    /// # Panics
+    /// If the block is free.
+    #[inline]
+    pub fn share(&mut self, block: BlockId) {
+        if self.ref_count(block) == 0 {
+            assert!(
+                self.is_published(block),
+                "block {} was shared but is free",
+                block.0
+            );
+            self.idle.remove(block);
+        }
+        self.holds[block.index()].num_tables += 1;
+    }
+
+    /// Takes a table from the holders of a block. A table releases its blocks from the last to the first.
+    ///
+    /// # Panics
+    /// If no table holds the block.
+    #[inline]
+    pub fn release(&mut self, block: BlockId) {
+        let holds = &mut self.holds[block.index()];
+        assert!(
+            holds.num_tables > 0,
+            "block {} was released but no table holds it",
+            block.0
+        );
+        holds.num_tables -= 1;
+        if *holds == Holds::default() {
+            if self.is_published(block) {
+                self.idle.push_back(block);
+            } else {
+                self.free.push(block);
+            }
+        }
+    }
+
+    /// Hash of a block of `tokens` after `parent`.
+    #[inline]
+    pub fn chain_hash(&self, parent: Parent, tokens: &[u32]) -> u64 {
+        self.index.hasher.block(self.index.chain_hash(parent), tokens)
+    }
+
+    /// Makes a full block findable, and returns the block that a lookup will find: an older one if one with
+    /// the same tokens and parent is published already, and then nothing changes here. Without prefix caching
+    /// nothing is published.
+    ///
+    /// `hash` is that of [`Self::chain_hash`].
+    ///
+    /// # Panics
+    /// If the block is not held, is published already, or is not full, or if its parent is not published.
+    pub fn publish(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[u32]) -> BlockId {
+        assert!(
+            self.holds[block.index()].num_tables > 0,
+            "block {} was published but no table holds it",
+            block.0
+        );
+        assert!(!self.is_published(block), "block {} was published twice", block.0);
+        assert!(
+            tokens.len() == self.block_size as usize,
+            "block {} was published but is not full",
+            block.0
+        );
+        if let Parent::Block(parent) = parent {
+            assert!(
+                self.is_published(parent),
+                "block {} was published before its parent",
+                block.0
+            );
+        }
+        debug_assert!(
+            hash == self.chain_hash(parent, tokens),
+            "block {} has another hash",
+            block.0
+        );
+        if !self.prefix_caching {
+            return block;
+        }
+        if let Some(canonical) = self.index.find(hash, parent, tokens) {
+            return canonical;
+        }
+        self.index.insert(block, parent, hash, tokens);
+        block
+    }
+
+    /// Whether blocks are published and found again.
+    #[inline]
+    pub fn prefix_caching(&self) -> bool {
+        self.prefix_caching
+    }
+
+    /// Makes a block that exactly one table holds private again, if no published block depends on it.
+    pub(super) fn unpublish_sole(&mut self, block: BlockId) -> bool {
+        let sole = self.holds[block.index()].num_tables == 1 && self.is_published(block);
+        let leaf = self.index.first_child(block).is_none();
+        if sole && leaf {
+            self.index.remove(block);
+        }
+        sole && leaf
+    }
+
+    /// Copies of the step in flight that read a block.
+    #[inline]
+    pub fn num_leases(&self, block: BlockId) -> u32 {
+        self.holds[block.index()].num_leases
+    }
+
+    /// Keeps a held block from being reused until [`Self::end_step`], because a copy of the step reads it.
+    ///
+    /// # Panics
+    /// If nobody holds the block.
+    pub fn lease(&mut self, block: BlockId) {
+        assert!(
+            self.ref_count(block) > 0,
+            "block {} was leased but nobody holds it",
+            block.0
+        );
+        let holds = &mut self.holds[block.index()];
+        holds.num_leases += 1;
+        if holds.num_leases == 1 {
+            self.leased.push(block);
+        }
+    }
+
+    /// Drops all leases: the copies of the step have been made.
+    pub fn end_step(&mut self) {
+        let leased = std::mem::take(&mut self.leased);
+        for block in &leased {
+            self.holds[block.index()].num_leases = 0;
+        }
+        for &block in &leased {
+            self.settle(block);
+        }
+        self.leased = leased;
+        self.leased.clear();
+    }
+
+    /// Puts a block whose leases were dropped on the list that its state asks for, if it is on none.
+    fn settle(&mut self, block: BlockId) {
+        if self.ref_count(block) > 0 || self.idle.contains(block) {
+            return;
+        }
+        if !self.is_published(block) {
+            self.free.push(block);
+            return;
+        }
+        // Its parent may have become idle while it was fenced. It must be evicted before that parent, and so
+        // before all blocks that are behind the parent; of a fenced chain, the first one goes first.
+        let mut chain = vec![block];
+        while let Some(Parent::Block(parent)) = self.parent(chain[chain.len() - 1])
+            && self.ref_count(parent) == 0
+            && !self.idle.contains(parent)
+        {
+            chain.push(parent);
+        }
+        for &block in chain.iter().rev() {
+            match self.parent(block) {
+                Some(Parent::Block(parent)) if self.idle.contains(parent) => {
+                    self.idle.insert_before(block, parent);
+                }
+                _ => self.idle.push_back(block),
+            }
+        }
+    }
+
+    /// Forgets everything that is published, and returns how many blocks that was. Idle blocks become free;
+    /// held ones stay with their tables, which publish nothing any more: what they hold was computed before
+    /// the reset.
+    pub fn clear_prefix(&mut self) -> u32 {
+        let num_published = self.num_published();
+        while let Some(block) = self.idle.front() {
+            self.idle.remove(block);
+            self.free.push(block);
+        }
+        self.index.clear();
+        self.epoch += 1;
+        num_published
+    }
+}
+
+/// A length as a number of blocks.
+#[inline]
+pub(super) fn count(len: usize) -> u32 {
+    u32::try_from(len).expect("lengths are bounded by the pool, which has fewer than 2^31 blocks")
+}

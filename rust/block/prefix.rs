@@ -1,0 +1,322 @@
+//! The prefix index: a radix tree whose edges are blocks, found through a flat hash table.
+//!
+//! A published block is a node. Its parent is the block before it, or the root of its salt; its hash chains
+//! the hashes of both. A lookup hashes all blocks of a prompt first, then probes one after another with the
+//! memory of the next ones already on its way, and accepts a node only if hash, parent and tokens are equal.
+//! By induction over the chain a hit is exact, whatever the hash function does.
+//!
+//! Children of a node form a doubly linked list, so that publishing and unpublishing cost O(1) at any
+//! fan-out.
+
+use super::flat::{FlatTable, prefetch};
+use super::hash::BlockHasher;
+use super::root::{Root, RootId, Roots};
+use crate::ids::BlockId;
+
+/// How many blocks ahead of its probe a slot of the hash table is fetched, and a candidate's node and tokens.
+const SLOT_AHEAD: usize = 8;
+const NODE_AHEAD: usize = 4;
+
+/// Set in the number of a node that is a root.
+const ROOT_BIT: u32 = 1 << 31;
+
+/// What comes before a block: the root of its salt, or a published block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Parent {
+    /// The block is the first one under a salt.
+    Root(RootId),
+    /// The block follows this one.
+    Block(BlockId),
+}
+
+impl Parent {
+    /// The parent as one number. Never 0, because the null block is nobody's parent.
+    #[inline]
+    pub(super) fn number(self) -> u32 {
+        match self {
+            Self::Root(root) => root.0 | ROOT_BIT,
+            Self::Block(block) => block.0,
+        }
+    }
+
+    /// Inverse of [`Self::number`]; `None` for 0.
+    #[inline]
+    pub(super) fn from_number(number: u32) -> Option<Self> {
+        if number & ROOT_BIT != 0 {
+            Some(Self::Root(RootId(number & !ROOT_BIT)))
+        } else if number != 0 {
+            Some(Self::Block(BlockId(number)))
+        } else {
+            None
+        }
+    }
+}
+
+/// The result of a lookup. Reusable: a lookup overwrites it and keeps its memory.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct PrefixHit {
+    /// The published blocks that hold the longest known prefix, in order.
+    pub blocks: Vec<BlockId>,
+    /// Chained hashes of all full blocks that were asked for, found or not.
+    pub hashes: Vec<u64>,
+    /// How many of `blocks` are idle: taking them up costs capacity as an allocation does.
+    pub num_idle: u32,
+}
+
+/// What the index knows of a block. All zero while the block is not published.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Node {
+    pub(super) hash: u64,
+    /// [`Parent::number`], 0 while the block is not published.
+    pub(super) parent: u32,
+    /// Children are linked by block id; 0 ends a list.
+    pub(super) first_child: u32,
+    pub(super) next_sibling: u32,
+    pub(super) prev_sibling: u32,
+    /// Number of tokens that the node stands for; a full block has `block_size`.
+    pub(super) fill_len: u32,
+}
+
+/// All published blocks.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct PrefixIndex {
+    pub(super) hasher: BlockHasher,
+    pub(super) table: FlatTable,
+    pub(super) nodes: Vec<Node>,
+    pub(super) roots: Roots,
+    /// Tokens of the published blocks, `block_size` to a block.
+    tokens: Vec<u32>,
+    /// log2 of the block size.
+    shift: u32,
+}
+
+impl PrefixIndex {
+    pub(super) fn new(hasher: BlockHasher, num_blocks: u32, block_size: u32) -> Self {
+        let num_nodes = num_blocks as usize + 1;
+        Self {
+            hasher,
+            table: FlatTable::new(num_blocks),
+            nodes: vec![Node::default(); num_nodes],
+            roots: Roots::default(),
+            tokens: vec![0; num_nodes * block_size as usize],
+            shift: block_size.trailing_zeros(),
+        }
+    }
+
+    #[inline]
+    pub(super) fn is_published(&self, block: BlockId) -> bool {
+        self.nodes[block.index()].parent != 0
+    }
+
+    /// The parent of a published block.
+    #[inline]
+    pub(super) fn parent(&self, block: BlockId) -> Option<Parent> {
+        Parent::from_number(self.nodes[block.index()].parent)
+    }
+
+    /// Tokens of a published block.
+    #[inline]
+    pub(super) fn tokens(&self, block: BlockId) -> &[u32] {
+        let start = block.index() << self.shift;
+        &self.tokens[start..start + self.nodes[block.index()].fill_len as usize]
+    }
+
+    #[inline]
+    pub(super) fn first_child(&self, block: BlockId) -> Option<BlockId> {
+        let child = self.nodes[block.index()].first_child;
+        (child != 0).then_some(BlockId(child))
+    }
+
+    /// Hash of the chain that ends with `parent`.
+    #[inline]
+    pub(super) fn chain_hash(&self, parent: Parent) -> u64 {
+        match parent {
+            Parent::Root(root) => self.roots.get(root).hash,
+            Parent::Block(block) => self.nodes[block.index()].hash,
+        }
+    }
+
+    /// The node with this hash, parent and tokens.
+    #[inline]
+    pub(super) fn find(&self, hash: u64, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
+        let parent = parent.number();
+        self.table.find(hash, |block| {
+            let node = &self.nodes[block.index()];
+            node.hash == hash && node.parent == parent && self.tokens(block) == tokens
+        })
+    }
+
+    /// Fills in the hashes of all full blocks and the longest chain of nodes that matches them.
+    pub(super) fn lookup(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
+        let mut parent = Parent::Root(root);
+        let mut hash = self.chain_hash(parent);
+        let full_blocks = || tokens.chunks_exact(1 << self.shift);
+        hit.hashes.extend(full_blocks().map(|block| {
+            hash = self.hasher.block(hash, block);
+            hash
+        }));
+        for (idx, block) in full_blocks().enumerate() {
+            if let Some(&ahead) = hit.hashes.get(idx + SLOT_AHEAD) {
+                self.table.prefetch(ahead);
+            }
+            if let Some(candidate) = hit
+                .hashes
+                .get(idx + NODE_AHEAD)
+                .and_then(|&ahead| self.table.guess(ahead))
+            {
+                prefetch(&self.nodes, candidate.index());
+                prefetch(&self.tokens, candidate.index() << self.shift);
+            }
+            let Some(found) = self.find(hit.hashes[idx], parent, block) else {
+                break;
+            };
+            hit.blocks.push(found);
+            parent = Parent::Block(found);
+        }
+    }
+
+    /// Makes `block` a node. There must be no equal node.
+    pub(super) fn insert(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[u32]) {
+        let next_sibling = std::mem::replace(self.head(parent), block.0);
+        if next_sibling != 0 {
+            self.nodes[next_sibling as usize].prev_sibling = block.0;
+        }
+        let fill_len = u32::try_from(tokens.len()).expect("a block has at most 1024 tokens");
+        let parent = parent.number();
+        self.nodes[block.index()] = Node {
+            hash,
+            parent,
+            first_child: 0,
+            next_sibling,
+            prev_sibling: 0,
+            fill_len,
+        };
+        let start = block.index() << self.shift;
+        self.tokens[start..start + tokens.len()].copy_from_slice(tokens);
+        self.table.insert(hash, block);
+    }
+
+    /// Takes a leaf out of the index: hash entry, links and node go together.
+    pub(super) fn remove(&mut self, block: BlockId) {
+        let node = std::mem::take(&mut self.nodes[block.index()]);
+        let parent = Parent::from_number(node.parent).expect("only a published block is unpublished");
+        assert!(
+            node.first_child == 0,
+            "block {} was unpublished before its children",
+            block.0
+        );
+        if node.prev_sibling == 0 {
+            *self.head(parent) = node.next_sibling;
+        } else {
+            self.nodes[node.prev_sibling as usize].next_sibling = node.next_sibling;
+        }
+        if node.next_sibling != 0 {
+            self.nodes[node.next_sibling as usize].prev_sibling = node.prev_sibling;
+        }
+        self.table.remove(node.hash, block);
+        if let Parent::Root(root) = parent {
+            self.roots.drop_if_unused(root);
+        }
+    }
+
+    /// Takes every node out. Roots that nobody holds go with them.
+    pub(super) fn clear(&mut self) {
+        self.table.clear();
+        self.nodes.fill(Node::default());
+        let roots: Vec<RootId> = self.roots.iter().map(|(id, _)| id).collect();
+        for root in roots {
+            self.roots.get_mut(root).first_child = 0;
+            self.roots.drop_if_unused(root);
+        }
+    }
+
+    /// Head of the list of children.
+    fn head(&mut self, parent: Parent) -> &mut u32 {
+        match parent {
+            Parent::Root(root) => &mut self.roots.get_mut(root).first_child,
+            Parent::Block(block) => &mut self.nodes[block.index()].first_child,
+        }
+    }
+
+    /// Checks that nodes, hash table and child lists tell the same tree.
+    pub(super) fn check(&self) -> Result<(), String> {
+        self.table.check()?;
+        self.roots.check()?;
+        let mut num_published = 0;
+        for (id, node) in (0..).map(BlockId).zip(&self.nodes) {
+            let Some(parent) = Parent::from_number(node.parent) else {
+                if *node != Node::default() {
+                    return Err(format!("block {} was unpublished in part", id.0));
+                }
+                continue;
+            };
+            num_published += 1;
+            self.check_node(id, parent)?;
+        }
+        if num_published != self.table.len() {
+            return Err(format!(
+                "{num_published} blocks published, {} in the hash table",
+                self.table.len()
+            ));
+        }
+        let mut num_children = 0;
+        for (id, Root { first_child, .. }) in self.roots.iter() {
+            num_children += self.check_children(Parent::Root(id), *first_child)?;
+        }
+        for (id, node) in (0..).map(BlockId).zip(&self.nodes) {
+            num_children += self.check_children(Parent::Block(id), node.first_child)?;
+        }
+        if num_children != num_published {
+            return Err(format!(
+                "{num_published} blocks published, {num_children} among the children"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks one node: a live parent, the right hash, and that it is found.
+    fn check_node(&self, id: BlockId, parent: Parent) -> Result<(), String> {
+        if let Parent::Block(parent) = parent
+            && !self.is_published(parent)
+        {
+            return Err(format!(
+                "block {} is published under block {}, which is not",
+                id.0, parent.0
+            ));
+        }
+        let tokens = self.tokens(id);
+        if tokens.len() != 1 << self.shift {
+            return Err(format!(
+                "block {} is published with {} tokens",
+                id.0,
+                tokens.len()
+            ));
+        }
+        let hash = self.nodes[id.index()].hash;
+        if hash != self.hasher.block(self.chain_hash(parent), tokens) {
+            return Err(format!("block {} has a wrong hash", id.0));
+        }
+        let found = self.find(hash, parent, tokens);
+        if found != Some(id) {
+            return Err(format!("a search for block {} finds {found:?}", id.0));
+        }
+        Ok(())
+    }
+
+    /// Checks one list of children and returns its length.
+    fn check_children(&self, parent: Parent, first_child: u32) -> Result<u32, String> {
+        let mut count = 0;
+        let (mut prev, mut child) = (0, first_child);
+        while child != 0 {
+            let node = &self.nodes[child as usize];
+            if node.parent != parent.number() || node.prev_sibling != prev {
+                return Err(format!(
+                    "block {child} is among the children of {parent:?} but its links disagree"
+                ));
+            }
+            count += 1;
+            (prev, child) = (child, node.next_sibling);
+        }
+        Ok(count)
+    }
+}

@@ -1,0 +1,114 @@
+//! Roots: one per salt, the parent of every first block under that salt.
+//!
+//! Namespaces are disjoint because their roots are different nodes, told apart by the bytes of the salt and
+//! not by a hash of them. A root lives as long as somebody holds it or a published block descends from it.
+
+use std::collections::HashMap;
+
+/// A namespace of the prefix index. Valid while held.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[repr(transparent)]
+pub struct RootId(pub(super) u32);
+
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct Root {
+    pub(super) salt: Box<[u8]>,
+    /// Start of the hash chain.
+    pub(super) hash: u64,
+    /// Head of the list of first blocks, 0 if there is none.
+    pub(super) first_child: u32,
+    /// Tables and callers that will come back to this root.
+    pub(super) num_holds: u32,
+}
+
+/// The roots, in slots that are reused.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub(super) struct Roots {
+    slots: Vec<Option<Root>>,
+    unused: Vec<u32>,
+    by_salt: HashMap<Box<[u8]>, RootId>,
+}
+
+impl Roots {
+    /// Takes a hold on the root of `salt`, which is made with `hash` if there is none.
+    pub(super) fn hold(&mut self, salt: &[u8], hash: u64) -> RootId {
+        if let Some(&root) = self.by_salt.get(salt) {
+            self.get_mut(root).num_holds += 1;
+            return root;
+        }
+        let root = Root {
+            salt: salt.into(),
+            hash,
+            first_child: 0,
+            num_holds: 1,
+        };
+        let id = if let Some(id) = self.unused.pop() {
+            self.slots[id as usize] = Some(root);
+            RootId(id)
+        } else {
+            let id = u32::try_from(self.slots.len()).expect("roots are fewer than sequences and blocks");
+            self.slots.push(Some(root));
+            RootId(id)
+        };
+        self.by_salt.insert(salt.into(), id);
+        id
+    }
+
+    /// Forgets the root if nobody holds it and nothing descends from it.
+    pub(super) fn drop_if_unused(&mut self, id: RootId) {
+        let root = self.get(id);
+        if root.num_holds == 0 && root.first_child == 0 {
+            let root = self.slots[id.0 as usize].take().expect("the root was just read");
+            self.by_salt.remove(&root.salt);
+            self.unused.push(id.0);
+        }
+    }
+
+    #[inline]
+    pub(super) fn get(&self, id: RootId) -> &Root {
+        self.slots[id.0 as usize]
+            .as_ref()
+            .expect("a root is used while it is held")
+    }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, id: RootId) -> &mut Root {
+        self.slots[id.0 as usize]
+            .as_mut()
+            .expect("a root is used while it is held")
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.by_salt.len()
+    }
+
+    /// The live roots.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (RootId, &Root)> {
+        (0..)
+            .map(RootId)
+            .zip(&self.slots)
+            .filter_map(|(id, root)| Some((id, root.as_ref()?)))
+    }
+
+    /// Checks that the slots and the salts name each other, and that no root outlives its use.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let mut num_live = 0;
+        for (id, root) in self.iter() {
+            num_live += 1;
+            if self.by_salt.get(&root.salt) != Some(&id) {
+                return Err(format!("root {} is not found by its salt", id.0));
+            }
+            if root.num_holds == 0 && root.first_child == 0 {
+                return Err(format!("root {} outlived its use", id.0));
+            }
+        }
+        if num_live != self.by_salt.len() || num_live + self.unused.len() != self.slots.len() {
+            return Err(format!(
+                "roots: {num_live} live, {} by salt, {} slots",
+                self.by_salt.len(),
+                self.slots.len()
+            ));
+        }
+        Ok(())
+    }
+}

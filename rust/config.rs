@@ -1,0 +1,84 @@
+//! The sizes that the core is built with. They never change while it runs.
+
+use crate::error::InvalidConfig;
+
+/// Samples that one request may ask for.
+pub const MAX_SAMPLES: u32 = 128;
+/// Ended sequences that one step reports at most; more wait for the next step.
+pub const MAX_ENDED_PER_STEP: usize = 1024;
+/// Positions and slots travel as int32.
+const MAX_SLOTS: u64 = i32::MAX as u64;
+
+/// Sizes and switches of one core.
+#[derive(Clone, Debug)]
+pub struct CoreConfig {
+    /// Usable blocks. The null block is one more.
+    pub num_blocks: u32,
+    /// Token slots per block, a power of two.
+    pub block_size: u32,
+    /// Sequences that may run at once.
+    pub max_num_seqs: u32,
+    /// Tokens that one step may compute.
+    pub max_num_batched_tokens: u32,
+    /// Prompt and generated tokens of one sequence.
+    pub max_model_len: u32,
+    /// Tokens that end every sequence which does not ignore them.
+    pub eos_token_ids: Vec<u32>,
+    /// Whether computed blocks can be found again by their prefix.
+    pub prefix_caching: bool,
+    /// Requests that may be in flight, waiting or running.
+    pub max_queued_requests: u32,
+}
+
+impl CoreConfig {
+    /// Refuses sizes that the core cannot work with.
+    ///
+    /// # Errors
+    /// `InvalidConfig` names the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), InvalidConfig> {
+        let refuse = |field: &'static str, value: u64, allowed: &str| {
+            Err(InvalidConfig {
+                field,
+                value,
+                allowed: allowed.to_owned(),
+            })
+        };
+        if !self.block_size.is_power_of_two() || self.block_size > 1024 {
+            return refuse(
+                "block_size",
+                self.block_size.into(),
+                "a power of two from 1 to 1024",
+            );
+        }
+        if self.num_blocks == 0 || (u64::from(self.num_blocks) + 1) * u64::from(self.block_size) > MAX_SLOTS {
+            let allowed = format!("1 to {}", MAX_SLOTS / u64::from(self.block_size) - 1);
+            return refuse("num_blocks", self.num_blocks.into(), &allowed);
+        }
+        for (field, value) in [
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("max_model_len", self.max_model_len),
+            ("max_queued_requests", self.max_queued_requests),
+        ] {
+            if value == 0 || value > 1 << 24 {
+                return refuse(field, value.into(), "1 to 16777216");
+            }
+        }
+        Ok(())
+    }
+
+    /// Blocks that hold `num_tokens` tokens.
+    pub const fn blocks_for(&self, num_tokens: u32) -> u32 {
+        num_tokens.div_ceil(self.block_size)
+    }
+
+    /// Rows that one step may sample. Every running sequence can have one, and one prompt its samples besides.
+    pub const fn max_rows(&self) -> u32 {
+        self.max_num_seqs + MAX_SAMPLES
+    }
+
+    /// Blocks kept free when a request is admitted beside running ones, so that these can grow: one percent.
+    pub const fn watermark(&self) -> u32 {
+        self.num_blocks / 100
+    }
+}

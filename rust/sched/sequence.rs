@@ -1,0 +1,63 @@
+//! A sequence: the scheduled unit. A request has one until its prompt is computed, then one per sample.
+
+use crate::block::BlockTable;
+use crate::ids::RequestId;
+
+/// Place in every queue: requests in the order in which they arrived, then their samples.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct QueueKey {
+    pub(super) arrival: u64,
+    pub(super) sample_index: u32,
+}
+
+/// Which queue a sequence is in. It is in exactly one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Status {
+    Waiting,
+    Running,
+}
+
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) request: RequestId,
+    pub(super) key: QueueKey,
+    pub(super) status: Status,
+    /// Prompt and generated tokens.
+    pub(super) tokens: Vec<u32>,
+    pub(super) prompt_len: u32,
+    /// Leading tokens whose keys and values are in the cache.
+    pub(super) num_computed: u32,
+    /// None while the sequence waits: it holds no block then.
+    pub(super) table: Option<BlockTable>,
+    /// Samples that will be forked off when the prompt is computed.
+    pub(super) pending_forks: u32,
+    /// Tokens computed before the last preemption: computing them again is no new work.
+    pub(super) num_computed_before: u32,
+    pub(super) num_preemptions: u32,
+    /// The number of the last step that holds it: such a sequence is no victim of that step.
+    pub(super) last_step: u64,
+}
+
+impl Sequence {
+    pub(super) fn num_tokens(&self) -> u32 {
+        u32::try_from(self.tokens.len()).expect("a sequence is no longer than max_model_len")
+    }
+
+    /// Tokens that are known and not computed.
+    pub(super) fn num_remaining(&self) -> u32 {
+        self.num_tokens() - self.num_computed
+    }
+
+    pub(super) fn num_generated(&self) -> u32 {
+        self.num_tokens() - self.prompt_len
+    }
+
+    pub(super) fn table(&self) -> &BlockTable {
+        self.table.as_ref().expect("a running sequence has a block table")
+    }
+
+    /// Rows to sample once all its tokens are computed.
+    pub(super) const fn num_rows(&self) -> u32 {
+        1 + self.pending_forks
+    }
+}

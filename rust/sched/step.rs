@@ -1,0 +1,297 @@
+//! The arena: one packed `i32` array that holds everything which forward and sampling read in a step.
+//!
+//! This file is its only definition. T tokens, S sequences, R rows to sample, C copies, E ended sequences.
+//!
+//! ```text
+//! word 0       version
+//! word 1       number of sections N
+//! word 2..     N pairs (offset, length) in words, in the order below
+//!
+//! token_ids     T     tokens to compute, sequence after sequence
+//! token_source  T     -1, or the row of the step before whose sample is this token
+//! positions     T     index of each token in its sequence
+//! slot_mapping  T     block * block_size + offset where its keys and values go
+//! query_start   S+1   where each sequence's tokens begin; the last entry is T
+//! seq_lens      S     tokens in the cache after the step
+//! table_start   S+1   where each sequence's block table begins in block_ids
+//! block_ids     ...   the block tables, one after another, not padded
+//! sample_rows   R     index into T of the token whose logits are sampled
+//! sampling      R*9   temperature, top_p, min_p (bits of f32), top_k, seed (low, high), sample index,
+//!                     position of the token to be sampled, number of log-probabilities (-1: none)
+//! copies        C*2   source and destination block; all are copied before anything is written
+//! swaps         0     blocks that move between tiers
+//! rows          R*4   request id (low, high), sample index, prompt tokens that were found in the cache
+//! ended         E*4   request id (low, high), sample index, reason: sequences that ended outside a commit
+//! ```
+//!
+//! Sequences with one scheduled token that is sampled (decodes) come first. A prompt with n samples has n rows that
+//! read the same token's logits. A chunk that does not reach the prompt's end has no row.
+
+use crate::block::BlockTable;
+use crate::config::{CoreConfig, MAX_ENDED_PER_STEP};
+use crate::ids::{BlockId, RequestId};
+
+use super::request::{FinishReason, SamplingParams};
+
+/// Layout number, the arena's first word.
+pub const ARENA_VERSION: i32 = 1;
+
+/// The arena's sections, in the order of the directory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(usize)]
+#[expect(missing_docs, reason = "the table above documents them")]
+pub enum Section {
+    TokenIds,
+    TokenSource,
+    Positions,
+    SlotMapping,
+    QueryStart,
+    SeqLens,
+    TableStart,
+    BlockIds,
+    SampleRows,
+    Sampling,
+    Copies,
+    Swaps,
+    Rows,
+    Ended,
+}
+
+const NUM_SECTIONS: usize = 14;
+const DIRECTORY_LEN: usize = 2 + 2 * NUM_SECTIONS;
+/// Words per row of `sampling`.
+pub(super) const SAMPLING_WORDS: usize = 9;
+/// Words per row of `rows`, and per entry of `ended`.
+pub(super) const ROW_WORDS: usize = 4;
+
+/// What a step holds, as counts.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct StepHeader {
+    /// Number of the step, from 1.
+    pub step_id: u64,
+    /// T.
+    pub num_tokens: u32,
+    /// S.
+    pub num_sequences: u32,
+    /// Leading sequences that decode.
+    pub num_decodes: u32,
+    /// R.
+    pub num_rows: u32,
+    /// C.
+    pub num_copies: u32,
+    /// E.
+    pub num_ended: u32,
+}
+
+/// A sequence's part of a step.
+pub(super) struct Part<'a> {
+    pub(super) request: RequestId,
+    /// The tokens that are scheduled.
+    pub(super) tokens: &'a [u32],
+    /// Position of the first of them.
+    pub(super) start: u32,
+    pub(super) table: &'a BlockTable,
+    /// Sample index of the first row, and how many rows read the last token's logits.
+    pub(super) sample_index: u32,
+    pub(super) num_rows: u32,
+    pub(super) params: &'a SamplingParams,
+    pub(super) num_cached_tokens: u32,
+}
+
+/// A sequence that ended outside a commit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ended {
+    pub(super) request: RequestId,
+    pub(super) sample_index: u32,
+    pub(super) reason: FinishReason,
+}
+
+/// Words that the largest step of this configuration needs.
+pub(super) fn arena_len(config: &CoreConfig) -> usize {
+    let tokens = config.max_num_batched_tokens as usize;
+    let sequences = (config.max_num_seqs as usize).min(tokens);
+    let rows = config.max_rows() as usize;
+    let tables = sequences * config.blocks_for(config.max_model_len) as usize;
+    DIRECTORY_LEN
+        + 4 * tokens
+        + 2 * (sequences + 1)
+        + sequences
+        + tables
+        + rows * (1 + SAMPLING_WORDS + ROW_WORDS)
+        + 2 * sequences
+        + ROW_WORDS * MAX_ENDED_PER_STEP
+}
+
+/// Writes steps into an arena whose sections were measured before.
+pub(super) struct Writer<'a> {
+    arena: &'a mut [i32],
+    offsets: [usize; NUM_SECTIONS],
+    lengths: [usize; NUM_SECTIONS],
+    /// Words written so far, per section.
+    filled: [usize; NUM_SECTIONS],
+    block_size: usize,
+}
+
+impl<'a> Writer<'a> {
+    /// Lays the sections out one after another. `num_table_blocks` is the sum of the tables' lengths.
+    pub(super) fn new(
+        arena: &'a mut [i32],
+        header: &StepHeader,
+        num_table_blocks: usize,
+        block_size: u32,
+    ) -> Self {
+        let [tokens, sequences, rows, copies, ended] = [
+            header.num_tokens,
+            header.num_sequences,
+            header.num_rows,
+            header.num_copies,
+            header.num_ended,
+        ]
+        .map(|count| count as usize);
+        let lengths: [usize; NUM_SECTIONS] = [
+            tokens,
+            tokens,
+            tokens,
+            tokens,
+            sequences + 1,
+            sequences,
+            sequences + 1,
+            num_table_blocks,
+            rows,
+            rows * SAMPLING_WORDS,
+            copies * 2,
+            0,
+            rows * ROW_WORDS,
+            ended * ROW_WORDS,
+        ];
+        let mut offsets = [0; NUM_SECTIONS];
+        let mut end = DIRECTORY_LEN;
+        arena[0] = ARENA_VERSION;
+        arena[1] = word(NUM_SECTIONS);
+        for (section, &len) in lengths.iter().enumerate() {
+            offsets[section] = end;
+            arena[2 + 2 * section] = word(end);
+            arena[3 + 2 * section] = word(len);
+            end += len;
+        }
+        assert!(end <= arena.len(), "arena_len bounds every step");
+        let mut writer = Self {
+            arena,
+            offsets,
+            lengths,
+            filled: [0; NUM_SECTIONS],
+            block_size: block_size as usize,
+        };
+        writer.push(Section::QueryStart, 0);
+        writer.push(Section::TableStart, 0);
+        writer
+    }
+
+    fn take(&mut self, section: Section, len: usize) -> &mut [i32] {
+        let start = self.offsets[section as usize] + self.filled[section as usize];
+        self.filled[section as usize] += len;
+        &mut self.arena[start..start + len]
+    }
+
+    fn push(&mut self, section: Section, value: i32) {
+        self.take(section, 1)[0] = value;
+    }
+
+    /// Appends one sequence.
+    pub(super) fn part(&mut self, part: &Part<'_>) {
+        let num_tokens = part.tokens.len();
+        for (out, &token) in self
+            .take(Section::TokenIds, num_tokens)
+            .iter_mut()
+            .zip(part.tokens)
+        {
+            *out = token.cast_signed();
+        }
+        self.take(Section::TokenSource, num_tokens).fill(-1);
+        for (out, position) in self
+            .take(Section::Positions, num_tokens)
+            .iter_mut()
+            .zip(part.start..)
+        {
+            *out = position.cast_signed();
+        }
+        for (out, position) in self
+            .take(Section::SlotMapping, num_tokens)
+            .iter_mut()
+            .zip(part.start..)
+        {
+            *out = part.table.slot(position);
+        }
+        self.push(Section::QueryStart, word(self.filled[Section::TokenIds as usize]));
+        let seq_len = part.start as usize + num_tokens;
+        self.push(Section::SeqLens, word(seq_len));
+        // A table may reach further than this step does; forward reads no block past seq_len.
+        let blocks = &part.table.blocks()[..seq_len.div_ceil(self.block_size)];
+        for (out, block) in self.take(Section::BlockIds, blocks.len()).iter_mut().zip(blocks) {
+            *out = block.0.cast_signed();
+        }
+        self.push(Section::TableStart, word(self.filled[Section::BlockIds as usize]));
+        for sample_index in part.sample_index..part.sample_index + part.num_rows {
+            self.row(part, sample_index, word(seq_len));
+        }
+    }
+
+    fn row(&mut self, part: &Part<'_>, sample_index: u32, position: i32) {
+        let params = part.params;
+        self.push(
+            Section::SampleRows,
+            word(self.filled[Section::TokenIds as usize] - 1),
+        );
+        self.take(Section::Sampling, SAMPLING_WORDS).copy_from_slice(&[
+            params.temperature.to_bits().cast_signed(),
+            params.top_p.to_bits().cast_signed(),
+            params.min_p.to_bits().cast_signed(),
+            params.top_k.cast_signed(),
+            low(params.seed),
+            high(params.seed),
+            sample_index.cast_signed(),
+            position,
+            params.num_logprobs,
+        ]);
+        self.take(Section::Rows, ROW_WORDS).copy_from_slice(&[
+            low(part.request.0),
+            high(part.request.0),
+            sample_index.cast_signed(),
+            part.num_cached_tokens.cast_signed(),
+        ]);
+    }
+
+    /// Appends the copies and the sequences that ended, and checks that every section is full.
+    pub(super) fn finish(mut self, copies: &[(BlockId, BlockId)], ended: impl Iterator<Item = Ended>) {
+        for &(src, dst) in copies {
+            self.take(Section::Copies, 2)
+                .copy_from_slice(&[src.0.cast_signed(), dst.0.cast_signed()]);
+        }
+        for entry in ended {
+            self.take(Section::Ended, ROW_WORDS).copy_from_slice(&[
+                low(entry.request.0),
+                high(entry.request.0),
+                entry.sample_index.cast_signed(),
+                entry.reason as i32,
+            ]);
+        }
+        for section in 0..NUM_SECTIONS {
+            assert_eq!(
+                self.filled[section], self.lengths[section],
+                "section {section} is full"
+            );
+        }
+    }
+}
+
+fn word(value: usize) -> i32 {
+    i32::try_from(value).expect("arena offsets and lengths fit an int32")
+}
+
+const fn low(value: u64) -> i32 {
+    ((value & 0xffff_ffff) as u32).cast_signed()
+}
+
+const fn high(value: u64) -> i32 {
+    ((value >> 32) as u32).cast_signed()
+}

@@ -1,0 +1,159 @@
+"""The options of an engine: defaults, refusals, and the command line."""
+
+import argparse
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from pagedkv.config import (
+    EngineConfig,
+    EngineOptions,
+    add_cli_options,
+    from_cli,
+    parse_bytes,
+    poison_requested,
+)
+
+
+def read(*arguments: str) -> EngineConfig:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_cli_options(parser)
+    return from_cli(parser.parse_args(arguments))
+
+
+def test_the_defaults_are_those_of_the_documented_table():
+    config = EngineConfig()
+    assert {field.name: getattr(config, field.name) for field in fields(config)} == {
+        "model": None,
+        "dtype": "auto",
+        "device": "auto",
+        "block_size": 16,
+        "max_model_len": None,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": True,
+        "kv_memory": None,
+        "num_blocks": None,
+        "threads": None,
+        "seed": None,
+    }
+    assert config.num_threads >= 1
+    assert config.kv_bytes is None
+
+
+def test_the_typed_keyword_arguments_are_the_fields():
+    assert {"model", *EngineOptions.__annotations__} == {field.name for field in fields(EngineConfig)}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("model", "", "a directory"),
+        ("model", 7, "a directory"),
+        ("dtype", "int8", "auto, float32, bfloat16, float16"),
+        ("device", "tpu", "auto, cpu, cuda or cuda:<number>"),
+        ("block_size", 0, "a power of two in 1..256"),
+        ("block_size", 12, "a power of two in 1..256"),
+        ("block_size", 512, "a power of two in 1..256"),
+        ("block_size", True, "a power of two in 1..256"),
+        ("block_size", "16", "a power of two in 1..256"),
+        ("max_model_len", 0, "an integer >= 1"),
+        ("max_num_seqs", 0, "an integer in 1..16777216"),
+        ("max_num_batched_tokens", -1, "an integer in 1..16777216"),
+        ("max_num_batched_tokens", 2.0, "an integer in 1..16777216"),
+        ("enable_prefix_caching", 1, "True or False"),
+        ("kv_memory", "lots", "a number of bytes"),
+        ("num_blocks", 1, "an integer >= 2"),
+        ("threads", 0, "an integer in 1..1024"),
+        ("threads", 1025, "an integer in 1..1024"),
+        ("seed", -1, "an integer in 0..2^64-1"),
+        ("seed", 2**64, "an integer in 0..2^64-1"),
+    ],
+)
+def test_a_refusal_names_option_value_and_what_is_allowed(option, value, allowed):
+    with pytest.raises(ValueError, match=rf"^{option} is ") as refusal:
+        EngineConfig(**{option: value})
+    assert str(refusal.value).startswith(f"{option} is {value!r}, allowed: {allowed}")
+
+
+def test_an_unknown_option_is_a_type_error():
+    with pytest.raises(TypeError, match="gpu_memory_utilization"):
+        EngineConfig(gpu_memory_utilization=0.9)
+
+
+def test_it_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        EngineConfig().block_size = 32
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [
+        (1, 1),
+        ("1048576", 2**20),
+        ("512MiB", 512 * 2**20),
+        ("2GiB", 2 * 2**30),
+        (" 2 gib ", 2 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("2GB", 2 * 10**9),
+        ("16 kB", 16_000),
+        ("1TiB", 2**40),
+        ("10B", 10),
+    ],
+)
+def test_bytes_are_read(value, num_bytes):
+    assert parse_bytes("kv_memory", value) == num_bytes
+    assert EngineConfig(kv_memory=value).kv_bytes == num_bytes
+
+
+@pytest.mark.parametrize("value", ["", "GiB", "2Gi", "-1", "1e9", "2 GiB GiB", "0", "0.1B", 0, -5, True, 1.5])
+def test_what_is_no_number_of_bytes_is_refused(value):
+    with pytest.raises(ValueError, match=r'^kv_memory is .* "512MiB" or "2GiB"$'):
+        parse_bytes("kv_memory", value)
+
+
+def test_the_command_line_has_every_option():
+    assert read() == EngineConfig()
+    assert read(
+        *("--model", "some/model", "--dtype", "float32", "--device", "cpu", "--block-size", "32"),
+        *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
+        *("--no-enable-prefix-caching", "--kv-memory", "2GiB", "--num-blocks", "100", "--threads", "3"),
+        *("--seed", "18446744073709551615"),
+    ) == EngineConfig(
+        model="some/model",
+        dtype="float32",
+        device="cpu",
+        block_size=32,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+        kv_memory=2 * 2**30,
+        num_blocks=100,
+        threads=3,
+        seed=2**64 - 1,
+    )
+    assert read("--enable-prefix-caching").enable_prefix_caching is True
+
+
+def test_the_command_line_refuses_what_the_config_refuses():
+    with pytest.raises(ValueError, match=r"^block_size is 12, allowed: a power of two"):
+        read("--block-size", "12")
+    with pytest.raises(argparse.ArgumentError, match=r"--block-size.*'x'"):
+        read("--block-size", "x")
+    with pytest.raises(argparse.ArgumentError, match=r"--dtype.*int8.*float16"):
+        read("--dtype", "int8")
+
+
+@pytest.mark.parametrize(("value", "poisoned"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_poison_is_read_from_the_environment(monkeypatch, value, poisoned):
+    monkeypatch.delenv("PAGEDKV_POISON", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PAGEDKV_POISON", value)
+    assert poison_requested() is poisoned
+
+
+def test_any_other_poison_is_refused(monkeypatch):
+    monkeypatch.setenv("PAGEDKV_POISON", "yes")
+    with pytest.raises(ValueError, match=r"^PAGEDKV_POISON is 'yes', allowed: 0 or 1$"):
+        poison_requested()

@@ -1,0 +1,267 @@
+//! A stand-in for the model whose every result depends on every cached token before it.
+//!
+//! A cache slot holds one word: the chain of all tokens up to its position, computed from the slot before it *as it
+//! is found through the block table*. A wrong block, a stale slot or a missed copy changes every later word, and
+//! with it the sampled tokens. What a request should generate follows from its prompt alone.
+
+use std::collections::{HashMap, HashSet};
+
+use pagedkv::config::CoreConfig;
+use pagedkv::ids::{BlockId, RequestId};
+use pagedkv::sched::{SamplingParams, Scheduler, Section, StepHeader};
+
+pub(crate) const EOS: u32 = 0;
+const VOCABULARY: u64 = 40;
+
+pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
+    CoreConfig {
+        num_blocks,
+        block_size,
+        max_num_seqs: 8,
+        max_num_batched_tokens: 64,
+        max_model_len: 256,
+        eos_token_ids: vec![EOS],
+        prefix_caching: true,
+        max_queued_requests: 64,
+    }
+}
+
+pub(crate) fn greedy(max_tokens: u32) -> SamplingParams {
+    SamplingParams {
+        max_tokens,
+        ..SamplingParams::default()
+    }
+}
+
+fn mix(chain: u64, token: u32) -> u64 {
+    let mut word =
+        (chain ^ u64::from(token).wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word ^= word >> 29;
+    word.wrapping_mul(0x94d0_49bb_1331_11eb) ^ (word >> 32)
+}
+
+fn sample(chain: u64, seed: u64, sample_index: u32) -> u32 {
+    u32::try_from(mix(chain ^ seed, sample_index) % VOCABULARY).unwrap()
+}
+
+/// What a lone run generates, and whether it ends with an end token (1) or by length (2).
+pub(crate) fn expected(prompt: &[u32], params: &SamplingParams, sample_index: u32) -> (Vec<u32>, i32) {
+    let mut chain = prompt.iter().fold(1, |chain, &token| mix(chain, token));
+    let mut generated = Vec::new();
+    loop {
+        let token = sample(chain, params.seed, sample_index);
+        generated.push(token);
+        if (token == EOS && !params.ignore_eos) || params.stop_token_ids.contains(&token) {
+            return (generated, 1);
+        }
+        if generated.len() == params.max_tokens as usize {
+            return (generated, 2);
+        }
+        chain = mix(chain, token);
+    }
+}
+
+/// Reads an arena as a client would: through its directory alone.
+pub(crate) fn section(arena: &[i32], section: Section) -> &[i32] {
+    let entry = 2 + 2 * section as usize;
+    let (offset, len) = (arena[entry] as usize, arena[entry + 1] as usize);
+    &arena[offset..offset + len]
+}
+
+fn id(low: i32, high: i32) -> RequestId {
+    RequestId::new(low.cast_unsigned(), high.cast_unsigned())
+}
+
+pub(crate) type SampleId = (RequestId, u32);
+
+pub(crate) struct Simulator {
+    pub(crate) scheduler: Scheduler,
+    pub(crate) arena: Vec<i32>,
+    cells: Vec<u64>,
+    block_size: usize,
+    pub(crate) generated: HashMap<SampleId, Vec<u32>>,
+    pub(crate) ended: HashMap<SampleId, i32>,
+    pub(crate) cached: HashMap<RequestId, u32>,
+}
+
+impl Simulator {
+    pub(crate) fn new(config: CoreConfig) -> Self {
+        let block_size = config.block_size as usize;
+        let cells = vec![u64::MAX; (config.num_blocks as usize + 1) * block_size];
+        let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();
+        let arena = vec![-7; scheduler.arena_len()];
+        let (generated, ended, cached) = (HashMap::new(), HashMap::new(), HashMap::new());
+        Self {
+            scheduler,
+            arena,
+            cells,
+            block_size,
+            generated,
+            ended,
+            cached,
+        }
+    }
+
+    pub(crate) fn submit(&self, prompt: &[u32], params: &SamplingParams) -> RequestId {
+        self.scheduler
+            .edge()
+            .submit(prompt.to_vec(), params.clone(), Vec::new())
+            .unwrap()
+    }
+
+    pub(crate) fn check(&self) {
+        if let Err(broken) = self.scheduler.check_invariants() {
+            panic!("{broken}");
+        }
+    }
+
+    /// One step with every check between its parts. None when there was nothing to do.
+    pub(crate) fn step(&mut self) -> Option<StepHeader> {
+        let header = self.scheduler.schedule(&mut self.arena).unwrap();
+        self.check();
+        let header = header?;
+        self.note_ended();
+        if header.num_tokens > 0 {
+            let tokens = self.forward(&header);
+            let mut states = Vec::new();
+            self.scheduler
+                .commit(header.step_id, &tokens, &mut states)
+                .unwrap();
+            self.check();
+            self.note_rows(&tokens, &states);
+        }
+        Some(header)
+    }
+
+    /// Runs until nothing is left; panics if that takes more than `bound` steps.
+    pub(crate) fn run(&mut self, bound: usize) -> usize {
+        for steps in 0..bound {
+            if self.step().is_none() {
+                return steps;
+            }
+        }
+        panic!("still busy after {bound} steps: {:?}", self.scheduler.sequences());
+    }
+
+    fn cell(&self, table: &[i32], position: usize) -> u64 {
+        self.cells[table[position / self.block_size] as usize * self.block_size + position % self.block_size]
+    }
+
+    pub(crate) fn forward(&mut self, header: &StepHeader) -> Vec<i32> {
+        self.copy_blocks();
+        let arena = self.arena.clone();
+        let view = |wanted| section(&arena, wanted);
+        let (tokens, positions, slots) = (
+            view(Section::TokenIds),
+            view(Section::Positions),
+            view(Section::SlotMapping),
+        );
+        assert_eq!(tokens.len(), header.num_tokens as usize);
+        assert_eq!(
+            slots.iter().collect::<HashSet<_>>().len(),
+            slots.len(),
+            "a slot is written once"
+        );
+        let (starts, table_starts) = (view(Section::QueryStart), view(Section::TableStart));
+        for sequence in 0..header.num_sequences as usize {
+            let table = &view(Section::BlockIds)
+                [table_starts[sequence] as usize..table_starts[sequence + 1] as usize];
+            for at in starts[sequence] as usize..starts[sequence + 1] as usize {
+                let (position, slot) = (positions[at] as usize, slots[at] as usize);
+                let block = table[position / self.block_size];
+                assert_eq!(
+                    slot,
+                    block as usize * self.block_size + position % self.block_size
+                );
+                assert!(
+                    self.scheduler.pool().is_writable(BlockId(block.cast_unsigned())),
+                    "block {block} is written, but shared or published"
+                );
+                let before = if position == 0 {
+                    1
+                } else {
+                    self.cell(table, position - 1)
+                };
+                self.cells[slot] = mix(before, tokens[at].cast_unsigned());
+            }
+        }
+        let sampling = view(Section::Sampling).chunks(9);
+        view(Section::SampleRows)
+            .iter()
+            .zip(sampling)
+            .map(|(&row, words)| {
+                let seed = id(words[4], words[5]).0;
+                let token = sample(
+                    self.cells[slots[row as usize] as usize],
+                    seed,
+                    words[6].cast_unsigned(),
+                );
+                token.cast_signed()
+            })
+            .collect()
+    }
+
+    /// All sources are read before any destination is written: a kernel may copy in any order.
+    fn copy_blocks(&mut self) {
+        let copies: Vec<(usize, usize)> = section(&self.arena, Section::Copies)
+            .chunks(2)
+            .map(|pair| {
+                (
+                    pair[0] as usize * self.block_size,
+                    pair[1] as usize * self.block_size,
+                )
+            })
+            .collect();
+        let before = self.cells.clone();
+        for (src, dst) in copies {
+            self.cells[dst..dst + self.block_size].copy_from_slice(&before[src..src + self.block_size]);
+        }
+    }
+
+    fn end(&mut self, sample: SampleId, reason: i32) {
+        let twice = self.ended.insert(sample, reason);
+        assert_eq!(twice, None, "{sample:?} ended twice");
+    }
+
+    fn note_rows(&mut self, tokens: &[i32], states: &[i32]) {
+        assert_eq!(tokens.len(), states.len());
+        let rows: Vec<i32> = section(&self.arena, Section::Rows).to_vec();
+        for ((words, &token), &state) in rows.chunks(4).zip(tokens).zip(states) {
+            let sample = (id(words[0], words[1]), words[2].cast_unsigned());
+            self.generated
+                .entry(sample)
+                .or_default()
+                .push(token.cast_unsigned());
+            self.cached.insert(sample.0, words[3].cast_unsigned());
+            if state != 0 {
+                self.end(sample, state);
+            }
+        }
+    }
+
+    fn note_ended(&mut self) {
+        let entries: Vec<i32> = section(&self.arena, Section::Ended).to_vec();
+        for words in entries.chunks(4) {
+            self.end((id(words[0], words[1]), words[2].cast_unsigned()), words[3]);
+        }
+    }
+
+    /// Asserts that a sample ran to its own end with the tokens of a lone run.
+    pub(crate) fn assert_complete(&self, sample: SampleId, prompt: &[u32], params: &SamplingParams) {
+        let (tokens, state) = expected(prompt, params, sample.1);
+        assert_eq!(self.generated[&sample], tokens, "tokens of {sample:?}");
+        assert_eq!(self.ended[&sample], state, "finish state of {sample:?}");
+    }
+
+    /// Asserts that nothing is held any more.
+    pub(crate) fn assert_empty(&self) {
+        let pool = self.scheduler.pool();
+        assert_eq!((pool.num_owned(), pool.num_fenced()), (0, 0));
+        assert_eq!(pool.num_free() + pool.num_idle(), pool.num_blocks());
+        let stats = self.scheduler.edge().stats();
+        assert_eq!(
+            (stats.num_running, stats.num_waiting, stats.wasted_slots),
+            (0, 0, 0)
+        );
+    }
+}
