@@ -68,7 +68,7 @@ impl Step {
         let elements = (num_blocks + 1) * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM;
         let num_tokens = num_sequences * query_len;
         // A stride that shares no factor with the number of blocks scatters them over the whole cache.
-        let stride = (num_blocks / 3..)
+        let stride = (num_blocks / 3..num_blocks)
             .find(|stride| gcd(*stride, num_blocks) == 1)
             .expect("there is one");
         let starts = |len| (0..=num_sequences).map(|idx| int(idx * len)).collect();
