@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagedkv import LLM, InvalidRequest, RequestFailed, SamplingParams, loading
+from pagedkv.front import Seeds
 from tiny_llm import Checkpoint, Greedy, make_checkpoint, prompts
 
 NUM_TOKENS = 24
@@ -499,3 +500,13 @@ def test_times_are_in_order(llm):
         <= metrics.first_token_time
         <= metrics.finished_time
     )
+
+
+def test_seeds_are_splitmix64():
+    # The generator's published first outputs from 1234567.
+    seeds = Seeds(1234567)
+    assert [seeds.draw() for _ in range(3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
