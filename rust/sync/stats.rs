@@ -37,7 +37,7 @@ stats! {
     steps,
     /// Tokens computed, of prompts and of generation.
     scheduled_tokens,
-    /// Prompt tokens of admitted requests.
+    /// Prompt tokens computed for the first time. Those found in the cache are prefix hits.
     prompt_tokens,
     /// Tokens generated.
     generation_tokens,
