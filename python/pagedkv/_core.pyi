@@ -118,13 +118,13 @@ def cpu_isa() -> str:
     """The instruction set that the kernels run on here: "avx512", "avx2" or "portable"."""
 
 def set_num_threads(num_threads: int) -> None:
-    """Sets the number of threads of the kernels, for the whole process. Raises ValueError below 1 and above 1024."""
+    """Sets the number of threads of the kernels, for the whole process. Raises ValueError outside 1..1024."""
 
 def num_threads() -> int:
     """The number of threads of the kernels; at first one for every processor that the process may use."""
 
-# A tensor in ordinary memory whose rows are dense: address of the first element, shape, strides in elements. The callee
-# follows the address: the caller answers for it, and for nobody changing the memory meanwhile.
+# A tensor in ordinary memory whose rows are dense: address of the first element, shape, strides in elements.
+# The callee follows the address: the caller answers for it, and for nobody changing the memory meanwhile.
 _Tensor = tuple[int, Sequence[int], Sequence[int]]
 # Address and number of dense int32.
 _Indices = tuple[int, int]
@@ -141,11 +141,11 @@ def paged_attention(
 ) -> None:
     """Causal attention over the paged cache: `pagedkv.ops.Ops.paged_attention`.
 
-    out and query are [T, H, D] of `row_type`, the caches [NB, G, block_size, D] of `cache_type` (both "float32",
-    "bfloat16" or "float16"); batch is query_start, seq_lens, table_start, block_ids. The bits of a token's result
-    depend on its own query and context only: not on the number of threads, the rest of the batch, or the chunk of the
-    prompt that it came in. Raises ValueError where shapes, lengths or block ids do not fit. The GIL is released when
-    the call is expected to take a millisecond or more.
+    out and query are [T, H, D] of `row_type`, the caches [NB, G, block_size, D] of `cache_type` (both
+    "float32", "bfloat16" or "float16"); batch is query_start, seq_lens, table_start, block_ids. The bits of a
+    token's result depend on its own query and context only: not on the number of threads, the rest of the
+    batch, or the chunk of the prompt that it came in. Raises ValueError where shapes, lengths or block ids do
+    not fit. The GIL is released when the call is expected to take a millisecond or more.
     """
 
 def rope_cache(
@@ -163,14 +163,15 @@ def rope_cache(
 ) -> None:
     """Rotates query into out and key into the cache, and copies value there: `pagedkv.ops.Ops.rope_cache`.
 
-    angles are the float32 cosines and sines, [P, rot] each; elements from rot on are not rotated. Computed in float32,
-    every product and sum rounded by itself, the result rounded to the type of the tensor. Slots must differ. Raises
-    ValueError as `paged_attention` does, with the same rule for the GIL.
+    angles are the float32 cosines and sines, [P, rot] each; elements from rot on are not rotated. Computed in
+    float32, every product and sum rounded by itself, the result rounded to the type of the tensor. Slots must
+    differ. Raises ValueError as `paged_attention` does, with the same rule for the GIL.
     """
 
 def copy_blocks(caches: Sequence[tuple[int, int, int]], block_bytes: int, copies: _Indices) -> None:
-    """Copies whole blocks in each cache, given as (address, number of blocks, bytes from a block to the next).
+    """Copies whole blocks in each cache, given as (address, number of blocks, bytes from block to block).
 
-    copies holds [source, destination] pairs; all sources are read as they were before the call. Raises ValueError for a
-    block that a cache does not have, and for two copies into one block. The same rule for the GIL.
+    copies holds [source, destination] pairs; all sources are read as they were before the call. Raises
+    ValueError for a block that a cache does not have, and for two copies into one block. The same rule for
+    the GIL.
     """

@@ -82,6 +82,9 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn power_of_two(self, low_bits: Self::V) -> Self::V;
     /// v, or zero in the lanes in which x < limit. A NaN in x keeps v.
     fn zero_where_less(self, v: Self::V, x: Self::V, limit: f32) -> Self::V;
+    /// Asks for the cache line at `address`, which may be anything. A hint: without effect where there is no such
+    /// instruction.
+    fn prefetch(self, address: *const u8);
     /// Lane i of row j becomes lane j of row i.
     fn transpose(self, rows: [Self::V; LANES]) -> [Self::V; LANES];
 
@@ -201,6 +204,8 @@ impl Simd for Portable {
     fn zero_where_less(self, v: Self::V, x: Self::V, limit: f32) -> Self::V {
         lanes(|i| if x[i] < limit { 0.0 } else { v[i] })
     }
+    #[inline(always)]
+    fn prefetch(self, _address: *const u8) {}
     #[inline(always)]
     fn transpose(self, rows: [Self::V; LANES]) -> [Self::V; LANES] {
         std::array::from_fn(|i| lanes(|j| rows[j][i]))

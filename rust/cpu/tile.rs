@@ -28,8 +28,8 @@ use super::element::{load_row, store_row};
 use super::isa::{AlignedBuffer, LANES, Simd};
 use super::tensor::{CacheView, RowsView};
 use super::tile_loops::{
-    KEY_TILE, ROW_TILE, SPLIT_LEN, Slots, pack_keys, pack_values, padded, partial_row_len, score_groups,
-    soften, vector_at, vector_at_mut, weigh,
+    KEY_TILE, PREFETCH_LEN, ROW_TILE, SPLIT_LEN, Slots, pack_keys, pack_values, padded, partial_row_len,
+    score_groups, soften, vector_at, vector_at_mut, weigh,
 };
 
 /// The work on one tile.
@@ -109,6 +109,11 @@ impl Tile<'_> {
         (position + 1).saturating_sub(split * SPLIT_LEN).min(SPLIT_LEN)
     }
 
+    /// The slots of the sequence from a position on.
+    fn slots<'c>(&'c self, cache: &'c CacheView, position: usize) -> Slots<'c> {
+        Slots::new(cache, self.sequence.table, self.kv_head, position)
+    }
+
     /// Token of the step and query head of a row.
     fn place(&self, row: usize) -> (usize, usize) {
         let token = self.sequence.query_start + self.first_token + row / self.group_size();
@@ -181,16 +186,17 @@ impl Tile<'_> {
         let query = scratch.query.slice(0..rows * head_dim);
         let scores = scratch.scores.slice(0..rows * SPLIT_LEN);
         let keys = scratch.keys.slice(0..KEY_TILE * head_dim);
-        let mut slots = Slots::new(
-            &self.key_cache,
-            self.sequence.table,
-            self.kv_head,
-            split * SPLIT_LEN,
-        );
+        let start = split * SPLIT_LEN;
+        let mut slots = self.slots(&self.key_cache, start);
+        // The values are asked for while the keys are read, so that their turn begins without a wait.
+        let mut ahead = [
+            self.slots(&self.key_cache, start + PREFETCH_LEN),
+            self.slots(&self.value_cache, start),
+        ];
         for tile_start in (0..num_keys).step_by(KEY_TILE) {
             let tile_len = KEY_TILE.min(num_keys - tile_start);
             // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
-            unsafe { pack_keys(simd, &mut slots, tile_len, keys) };
+            unsafe { pack_keys(simd, &mut slots, tile_len, &mut ahead, keys) };
             let groups = tile_len.div_ceil(LANES);
             let mut row = first_row;
             while row < rows {
@@ -227,16 +233,13 @@ impl Tile<'_> {
         let num_keys = self.visible(rows - 1, split);
         let weights = scratch.scores.slice(0..rows * SPLIT_LEN);
         let values = scratch.values.slice(0..KEY_TILE * width);
-        let mut slots = Slots::new(
-            &self.value_cache,
-            self.sequence.table,
-            self.kv_head,
-            split * SPLIT_LEN,
-        );
+        let start = split * SPLIT_LEN;
+        let mut slots = self.slots(&self.value_cache, start);
+        let mut ahead = self.slots(&self.value_cache, start + PREFETCH_LEN);
         for tile_start in (0..num_keys).step_by(KEY_TILE) {
             let tile_len = KEY_TILE.min(num_keys - tile_start);
             // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
-            unsafe { pack_values(simd, &mut slots, tile_len, self.head_dim(), values) };
+            unsafe { pack_values(simd, &mut slots, tile_len, &mut ahead, values) };
             let mut row = first_row;
             while row < rows {
                 let count = ROW_TILE.min(rows - row);

@@ -18,6 +18,13 @@ pub(super) const SPLIT_LEN: usize = 256;
 /// Keys that are widened at a time; their f32 copies stay in the nearest cache.
 pub(super) const KEY_TILE: usize = 64;
 
+/// Positions between a key that is read and the one that is asked for. Blocks are scattered over memory, so that the
+/// processor does not foresee the next one by itself.
+pub(super) const PREFETCH_LEN: usize = 32;
+
+/// Bytes that memory hands over at once.
+const CACHE_LINE_BYTES: usize = 64;
+
 /// Query rows whose accumulators share the loads of keys and values.
 pub(super) const ROW_TILE: usize = 4;
 
@@ -32,27 +39,38 @@ pub(super) struct Slots<'a> {
 
 impl<'a> Slots<'a> {
     pub(super) fn new(cache: &'a CacheView, table: &'a [i32], kv_head: usize, position: usize) -> Self {
+        let (block_idx, offset) = (position / cache.block_size, position % cache.block_size);
         Self {
             cache,
             table,
             kv_head,
-            block_idx: position / cache.block_size,
-            offset: position % cache.block_size,
+            block_idx,
+            offset,
         }
     }
 
-    /// Address of the next position's row.
+    /// Address of the next position's row; None behind the end of the table.
     #[inline(always)]
-    fn next_row(&mut self) -> *const u8 {
-        let block = self.table[self.block_idx];
-        let block = usize::try_from(block).expect("checked: no block id is negative");
+    pub(super) fn next_row(&mut self) -> Option<*const u8> {
+        let block =
+            usize::try_from(*self.table.get(self.block_idx)?).expect("checked: no block id is negative");
         let row = self.cache.row(block, self.kv_head, self.offset);
         self.offset += 1;
         if self.offset == self.cache.block_size {
             self.offset = 0;
             self.block_idx += 1;
         }
-        row
+        Some(row)
+    }
+
+    /// Asks for the cache lines of the next position's row, if there is one.
+    #[inline(always)]
+    pub(super) fn prefetch_row<S: Simd>(&mut self, simd: S) {
+        if let Some(row) = self.next_row() {
+            for byte in (0..self.cache.head_dim * self.cache.dtype.size()).step_by(CACHE_LINE_BYTES) {
+                simd.prefetch(row.wrapping_add(byte));
+            }
+        }
     }
 }
 
@@ -109,54 +127,66 @@ pub(super) fn vector_at_mut(numbers: &mut [f32], start: usize) -> &mut [f32; LAN
         .expect("a range of sixteen")
 }
 
-/// Widens and transposes the next `num_keys` keys into groups of sixteen; the last group is filled up with zeros.
+/// Widens and transposes the next `num_keys` keys into groups of sixteen; the last group is filled up with zeros. Asks
+/// for a row of each of `ahead` per key.
+///
+/// # Safety
+/// The next `num_keys` slots are readable.
 #[inline(always)]
-pub(super) unsafe fn pack_keys<S: Simd>(simd: S, slots: &mut Slots<'_>, num_keys: usize, keys: &mut [f32]) {
+pub(super) unsafe fn pack_keys<S: Simd>(
+    simd: S,
+    slots: &mut Slots<'_>,
+    num_keys: usize,
+    ahead: &mut [Slots<'_>],
+    keys: &mut [f32],
+) {
     let (dtype, head_dim) = (slots.cache.dtype, slots.cache.head_dim);
-    for (group, packed) in keys
-        .chunks_exact_mut(head_dim * LANES)
-        .take(num_keys.div_ceil(LANES))
-        .enumerate()
+    for (group, packed) in (0..num_keys)
+        .step_by(LANES)
+        .zip(keys.chunks_exact_mut(head_dim * LANES))
     {
-        let mut sources = [None; LANES];
-        for source in sources.iter_mut().take(num_keys - group * LANES) {
-            *source = Some(slots.next_row());
+        let count = LANES.min(num_keys - group);
+        let mut sources = [std::ptr::null(); LANES];
+        for source in &mut sources[..count] {
+            *source = slots.next_row().expect("checked: the table holds the sequence");
+            for slots in ahead.iter_mut() {
+                slots.prefetch_row(simd);
+            }
         }
         for first in (0..head_dim).step_by(LANES) {
             let mut rows = [simd.splat(0.0); LANES];
-            for (row, source) in rows.iter_mut().zip(sources) {
-                if let Some(source) = source {
-                    // SAFETY: the caller vouches for the slots.
-                    *row = unsafe { load_padded(simd, dtype, source, first, head_dim) };
-                }
+            for (row, &source) in rows.iter_mut().zip(&sources[..count]) {
+                // SAFETY: the caller vouches for the slots.
+                *row = unsafe { load_padded(simd, dtype, source, first, head_dim) };
             }
             let columns = simd.transpose(rows);
-            let packed = &mut packed[first * LANES..];
-            for (column, place) in columns.into_iter().zip(packed.as_chunks_mut::<LANES>().0) {
+            for (column, place) in columns.into_iter().zip(packed[first * LANES..].as_chunks_mut().0) {
                 simd.store(column, place);
             }
         }
     }
 }
 
-/// Widens the next `num_keys` values, each padded with zeros to whole vectors.
+/// Widens the next `num_keys` values, each padded with zeros to whole vectors. Asks for a row of `ahead` per value.
+///
+/// # Safety
+/// The next `num_keys` slots are readable.
 #[inline(always)]
 pub(super) unsafe fn pack_values<S: Simd>(
     simd: S,
     slots: &mut Slots<'_>,
     num_keys: usize,
-    head_dim: usize,
+    ahead: &mut Slots<'_>,
     values: &mut [f32],
 ) {
-    let dtype = slots.cache.dtype;
+    let (dtype, head_dim) = (slots.cache.dtype, slots.cache.head_dim);
     for packed in values.chunks_exact_mut(padded(head_dim)).take(num_keys) {
-        let source = slots.next_row();
-        for (idx, place) in packed.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+        let source = slots.next_row().expect("checked: the table holds the sequence");
+        ahead.prefetch_row(simd);
+        for (idx, place) in packed.as_chunks_mut().0.iter_mut().enumerate() {
             // SAFETY: the caller vouches for the slots.
-            simd.store(
-                unsafe { load_padded(simd, dtype, source, idx * LANES, head_dim) },
-                place,
-            );
+            let vector = unsafe { load_padded(simd, dtype, source, idx * LANES, head_dim) };
+            simd.store(vector, place);
         }
     }
 }

@@ -5,16 +5,17 @@
 
 use std::arch::is_x86_feature_detected as has;
 use std::arch::x86_64::{
-    __m256, __m512, _CMP_NLT_UQ, _mm_loadu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps,
-    _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps,
-    _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256,
-    _mm256_max_ps, _mm256_mul_ps, _mm256_permute2f128_ps, _mm256_set1_epi32, _mm256_set1_ps,
-    _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_pd, _mm256_unpackhi_ps,
-    _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_add_epi32, _mm512_add_ps, _mm512_castpd_ps,
-    _mm512_castps_pd, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32,
-    _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps,
-    _mm512_set1_epi32, _mm512_set1_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps,
-    _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    __m256, __m512, _CMP_NLT_UQ, _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch, _mm256_add_epi32, _mm256_add_ps,
+    _mm256_and_ps, _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps_si256, _mm256_castsi256_ps,
+    _mm256_cmp_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_loadu_si256, _mm256_max_ps, _mm256_mul_ps, _mm256_permute2f128_ps, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_pd,
+    _mm256_unpackhi_ps, _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_add_epi32, _mm512_add_ps,
+    _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
+    _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_maskz_mov_ps,
+    _mm512_max_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32,
+    _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
+    _mm512_unpacklo_ps,
 };
 
 use super::isa::{Kernel, LANES, Simd};
@@ -119,6 +120,7 @@ impl Simd for Avx512 {
         ));
         fn zero_where_less(v: __m512, x: __m512, limit: f32) -> __m512 =
             _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(limit)), v);
+        fn prefetch(address: *const u8) -> () = _mm_prefetch::<_MM_HINT_T1>(address.cast());
         fn transpose(rows: [__m512; LANES]) -> [__m512; LANES] = transpose_avx512(&rows);
     }
     reads! {
@@ -209,6 +211,7 @@ impl Simd for Avx2 {
             let keep = [_mm256_cmp_ps::<_CMP_NLT_UQ>(x[0], limit), _mm256_cmp_ps::<_CMP_NLT_UQ>(x[1], limit)];
             halves!(_mm256_and_ps(v, keep))
         };
+        fn prefetch(address: *const u8) -> () = _mm_prefetch::<_MM_HINT_T1>(address.cast());
         fn transpose(rows: [[__m256; 2]; LANES]) -> [[__m256; 2]; LANES] = transpose_avx2(&rows);
     }
     reads! {
