@@ -470,6 +470,32 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_usable(checkpoint, ex
     check_all(llm, expected)
 
 
+def test_an_interrupt_before_the_forward_pass_leaves_the_engine_usable(checkpoint, expected, monkeypatch):
+    llm = LLM(**checkpoint.options)
+
+    class Interrupted:
+        """A core that is interrupted between deciding a step and computing it."""
+
+        def __init__(self, core):
+            self.core, self.calls = core, 0
+
+        def __getattr__(self, name):
+            return getattr(self.core, name)
+
+        def schedule(self, arena):
+            self.calls += 1
+            header = self.core.schedule(arena)
+            if self.calls == 4:
+                raise KeyboardInterrupt
+            return header
+
+    monkeypatch.setattr(llm._engine, "core", Interrupted(llm._engine.core))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
+    assert_at_rest(llm)
+    check_all(llm, expected)
+
+
 def test_an_interrupt_between_steps_leaves_the_engine_usable(checkpoint, expected, monkeypatch):
     llm = LLM(**checkpoint.options)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A thousand requests over 64 connections, a quarter of them cut off by their clients, in a cache that is too small.
+"""A thousand requests over 64 connections, a quarter of them cut off by their clients, in a small cache.
 
 Every other answer must be complete and equal to its lone run. As long as the linear layers are torch's, whose
 results depend on the batch, an answer may leave its lone run where the two best logits are closer than TIE.
@@ -9,7 +9,6 @@ import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import TestClient
