@@ -1,8 +1,8 @@
 """The header of a GGUF file, read in one pass over the mapped bytes.
 
 The format is ggml's (docs/gguf.md in its repository): four magic bytes, a version, two counts, then pairs of
-key and value; the directory of tensors follows. `gguf.GGUFReader` reads the same, but makes several arrays for
-each of the 100,000 strings of a vocabulary: seconds instead of a tenth.
+key and value; the directory of tensors follows. `gguf.GGUFReader` reads the same, but makes several arrays
+for each of the 100,000 strings of a vocabulary: seconds instead of a tenth.
 
 `text.gguf_tokenizer` needs the metadata alone, `models.gguf_file` goes on from there to the tensors.
 """
