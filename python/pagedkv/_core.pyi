@@ -72,8 +72,8 @@ class Core:
     def snapshot(self) -> dict[str, Any]:
         """A consistent picture of the cache.
 
-        Keys: block_size, num_blocks, free, idle, owned, fenced, ref_counts [num_blocks + 1], and sequences, a
-        list of dicts with request_id, sample_index, status, num_tokens, num_computed, num_preemptions, blocks.
+        Keys: block_size, num_blocks, free, idle, owned, fenced, ref_counts [num_blocks + 1], and sequences:
+        dicts with request_id, sample_index, status, num_tokens, num_computed, num_preemptions, blocks.
         """
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
