@@ -150,7 +150,9 @@ fn model_bed(fault: Fault) {
         while !flags.iter().all(|flag| flag.load(Ordering::Relaxed)) {
             bed.park();
         }
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }
 
@@ -197,7 +199,9 @@ fn model_bell(exchange: bool) {
             }
         };
         look();
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
         look();
         assert_eq!(seen, [true; 2], "an abort was overlooked");
     });

@@ -160,7 +160,9 @@ fn no_abort_is_overlooked() {
             }
         };
         look();
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
         look();
         assert_eq!(seen, [true; 2]);
     });

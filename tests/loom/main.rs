@@ -6,8 +6,8 @@
 //! with the *latest* earlier access of that atomic. A thread that loads and then exchanges hides the load of
 //! a thread before it behind its own; a model in which the reader comes first may then run once and prove
 //! nothing. So where it matters writers go first, on the main thread, and readers are spawned. A new model is
-//! worth trusting once it has failed with an ordering weakened: so far each release and acquire in `rust/sync`,
-//! but those in destructors and `is_empty`, has been relaxed in turn, and a model failed.
+//! worth trusting once it has failed with an ordering weakened: so far each release and acquire in
+//! `rust/sync`, but those in destructors and `is_empty`, has been relaxed in turn, and a model failed.
 //!
 //! ```text
 //! CARGO_TARGET_DIR=target-loom RUSTFLAGS="--cfg pagedkv_loom" cargo test --release --test loom
@@ -15,6 +15,10 @@
 //!
 //! The names of races refer to `rust/sync/README.md`.
 #![cfg(pagedkv_loom)]
+#![expect(
+    clippy::unwrap_used,
+    reason = "a model that fails shall panic, in its helpers too"
+)]
 
 mod broken;
 mod chain;

@@ -28,7 +28,9 @@ fn the_owner_never_sleeps_on_a_message() {
                 None => assert!(parker.park_timeout(Duration::MAX)),
             }
         }
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }
 
@@ -48,7 +50,9 @@ fn one_token_hands_over_what_all_wakers_published() {
         while !flags.iter().all(|flag| flag.load(Ordering::Relaxed)) {
             assert!(parker.park_timeout(Duration::MAX));
         }
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }
 
