@@ -10,6 +10,7 @@
 )]
 
 mod block;
+mod cpu_kernels;
 mod edge_stress;
 mod scheduler;
 mod simulator;
