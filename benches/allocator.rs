@@ -172,7 +172,7 @@ fn evict_under_pressure(criterion: &mut Criterion) {
     (0..NUM_BLOCKS).for_each(|_| publish_one(&mut pool));
     assert_eq!(pool.num_idle(), NUM_BLOCKS);
     criterion.bench_function("evict_under_pressure", |bencher| {
-        bencher.iter(|| publish_one(&mut pool))
+        bencher.iter(|| publish_one(&mut pool));
     });
     assert_eq!(pool.num_idle(), NUM_BLOCKS);
 }

@@ -1,9 +1,10 @@
-//! What it costs to hand a message to the owner: `sync::inbox` beside `crossbeam_queue::ArrayQueue` and a mutex around a
-//! `VecDeque`.
+//! What it costs to hand a message to the owner: `sync::inbox` beside `crossbeam_queue::ArrayQueue` and a
+//! mutex around a `VecDeque`.
 //!
 //! - `uncontended`: a push and a pop on one thread. Expected: a few ns, one compare-and-swap and two stores.
-//! - `two_producers`: wall time a message while two threads push and a third takes. Expected: bound by the cache line of the tail,
-//!   tens of ns; on fewer than three free cores it also measures the operating system.
+//! - `two_producers`: wall time a message while two threads push and a third takes. Expected: bound by the
+//!   cache line of the tail, tens of ns; on fewer than three free cores it also measures the operating
+//!   system.
 //!
 //! `cargo bench --bench inbox`
 

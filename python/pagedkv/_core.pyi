@@ -1,8 +1,9 @@
 """The Rust core: every decision about memory and order.
 
-Two objects make up the boundary. `Core` belongs to the engine thread, which calls `schedule` and `commit` once a
-step. `Edge` may be used from any thread and never blocks: it hands requests, aborts and early ends over through
-lock-free queues. What a step reads lies in one packed int32 array, the arena; `rust/sched/step.rs` defines its layout.
+Two objects make up the boundary. `Core` belongs to the engine thread, which calls `schedule` and `commit`
+once a step. `Edge` may be used from any thread and never blocks: it hands requests, aborts and early ends
+over through lock-free queues. What a step reads lies in one packed int32 array, the arena, whose layout
+`rust/sched/step.rs` defines.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 class InvalidRequest(ValueError):
-    """The request can never be served as it is: the message names the field, the value and what is allowed."""
+    """The request can never be served as it is: the message names field, value and what is allowed."""
 
 class QueueFull(RuntimeError):
     """As many requests as the engine accepts are in flight. Try again later."""
@@ -61,15 +62,19 @@ class Core:
     def schedule(self, arena: NDArray[np.int32]) -> StepHeader | None:
         """Writes the next step into `arena`.
 
-        None means that nothing runs and nothing ended. A header with num_tokens == 0 carries only ended sequences
-        and must not be committed. Raises RuntimeError when the previous step was not committed.
+        None means that nothing runs and nothing ended. A header with num_tokens == 0 carries only ended
+        sequences and must not be committed. Raises RuntimeError when the previous step was not committed.
         """
     def commit(self, step_id: int, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Takes the sampled token of every row and returns each row's finish state: 0 running, 1 stop, 2 length."""
+        """Takes every row's sampled token, returns every row's state: 0 running, 1 stop, 2 length."""
     def fail_step(self) -> None:
-        """Ends every request of the step in flight; they are reported as ended (reason 4, error) by `schedule`."""
+        """Ends every request of the step in flight; `schedule` reports them as ended (reason 4, error)."""
     def snapshot(self) -> dict[str, Any]:
-        """A consistent picture of the cache: block_size, num_blocks, free, idle, owned, fenced, ref_counts (per block), sequences."""
+        """A consistent picture of the cache.
+
+        Keys: block_size, num_blocks, free, idle, owned, fenced, ref_counts [num_blocks + 1], and sequences:
+        dicts with request_id, sample_index, status, num_tokens, num_computed, num_preemptions, blocks.
+        """
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
     def has_work(self) -> bool:
@@ -101,7 +106,7 @@ class Edge:
         num_logprobs: -1 none, 0 only the sampled token's, k the k most likely ones as well.
         """
     def abort(self, request_id: int) -> bool:
-        """Asks for the end of a request; its blocks are free by the next step. False if it has ended already."""
+        """Asks for the end of a request; its blocks are free by the next step. False if it has ended."""
     def finish(self, request_id: int, sample_index: int, num_tokens: int) -> None:
         """Ends one sample at `num_tokens` generated tokens, because a stop string ended there."""
     def wait(self, timeout_s: float) -> bool:
@@ -112,7 +117,7 @@ class Edge:
         """Counters of the last step: see rust/sync/stats.rs for the names."""
 
 def cpu_features() -> list[str]:
-    """Instruction set extensions of this processor that the kernels know, e.g. ["avx2", "avx512f", "avx512bf16"]."""
+    """Extensions of this processor that the kernels know, e.g. ["avx2", "avx512f", "avx512bf16"]."""
 
 def cpu_isa() -> str:
     """The instruction set that the kernels run on here: "avx512", "avx2" or "portable"."""

@@ -71,6 +71,9 @@ class ModelRunner:
             self.ops.copy_blocks(self.kv_cache.layers, batch.copies)
         logits = self.model(batch, self.kv_cache, self.ops)
         if header.num_rows == 0:
+            if self.device.type == "cuda":
+                # Nothing is read back, but the arena may be written again only once it has been copied.
+                torch.cuda.synchronize(self.device)
             return StepResult(np.empty(0, dtype=np.int32), None)
         tokens = self.ops.sample(logits, batch.sampling)
         logprobs = self._logprobs(logits, tokens, batch)

@@ -70,6 +70,8 @@ impl Scheduler {
             }
             wasted += u64::from(capacity - sequence.num_computed);
         }
-        wasted
+        // What the step in flight computes has its slots already.
+        let num_scheduled: u32 = self.scheduled.iter().map(|part| part.num_tokens).sum();
+        wasted - u64::from(num_scheduled)
     }
 }

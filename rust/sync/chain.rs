@@ -1,8 +1,9 @@
 //! A list that any thread pushes to and the owner takes whole.
 //!
-//! A push is one compare-and-swap on the head, taking everything is one swap. Nobody ever removes a single node, so the
-//! head that a push replaces can only have grown or been emptied meanwhile; if it comes back to the same address, linking to
-//! it is still right, because a push never looks inside. Hence no ABA problem, and no tag.
+//! A push is one compare-and-swap on the head, taking everything is one swap. Nobody ever removes a single
+//! node, so the head that a push replaces can only have grown or been emptied meanwhile; if it comes back to
+//! the same address, linking to it is still right, because a push never looks inside. Hence no ABA problem,
+//! and no tag.
 
 use super::primitive::{AtomicPtr, Ordering, UnsafeCell};
 use std::fmt;
@@ -11,21 +12,24 @@ use std::marker::PhantomData;
 use std::ptr;
 
 struct Node<T> {
-    next: *mut Node<T>,
-    /// In a cell only so that the models see who reads it: it is written before the node is published.
-    value: UnsafeCell<T>,
+    /// The node pushed before this one, or null. In a cell so that the models see who writes and who follows
+    /// it: written by the thread that pushes, before the node is published, then only by the thread that took
+    /// it.
+    next: UnsafeCell<*mut Node<T>>,
+    value: T,
 }
 
 /// An unbounded list with many writers, emptied at one go.
 pub struct PushChain<T> {
-    /// The newest node, or null. Written by every thread that pushes and by the owner, which takes it; read by both.
+    /// The newest node, or null. Written by every thread that pushes and by the owner, which takes it; read
+    /// by both.
     head: AtomicPtr<Node<T>>,
     /// The chain owns values of `T`, which travel from the thread that pushes to the one that takes.
     owns: PhantomData<T>,
 }
 
-// SAFETY: a node belongs to its pusher until the compare-and-swap publishes it and to the taker from its swap on; so values
-// only move between threads, and `T: Send` suffices.
+// SAFETY: a node belongs to its pusher until the compare-and-swap publishes it and to the taker from its swap
+// on; so values only move between threads, and `T: Send` suffices.
 unsafe impl<T: Send> Send for PushChain<T> {}
 // SAFETY: as above; `&PushChain` gives out no `&T`.
 unsafe impl<T: Send> Sync for PushChain<T> {}
@@ -42,16 +46,17 @@ impl<T: Send> PushChain<T> {
     /// Adds a value. Any thread; never fails; lock-free.
     pub fn push(&self, value: T) {
         let node = Box::into_raw(Box::new(Node {
-            next: ptr::null_mut(),
-            value: UnsafeCell::new(value),
+            next: UnsafeCell::new(ptr::null_mut()),
+            value,
         }));
         // Relaxed: the old head is copied into the node, never followed.
         let mut head = self.head.load(Ordering::Relaxed);
         loop {
             // SAFETY: the node has not been published, so it is still this thread's alone.
-            unsafe { (*node).next = head };
-            // Release pairs with the acquire swap in `take_all`: the taker sees this node written. It sees the older ones
-            // too, since a read-modify-write continues the release sequence of the push that it replaces.
+            unsafe { (*node).next.with_mut(|next| *next = head) };
+            // Release pairs with the acquire swap in `take_all`: the taker sees this node written. It sees
+            // the older ones too, since a read-modify-write continues the release sequence of the push that
+            // it replaces.
             match self
                 .head
                 .compare_exchange_weak(head, node, Ordering::Release, Ordering::Relaxed)
@@ -62,10 +67,11 @@ impl<T: Send> PushChain<T> {
         }
     }
 
-    /// Takes all values, in the order in which they were pushed. Wait-free, apart from the walk over what was taken.
+    /// Takes all values, in the order in which they were pushed. Wait-free, apart from the walk over what was
+    /// taken.
     pub fn take_all(&self) -> Taken<T> {
-        // A look before the swap, so that an idle chain costs no write. A push that happened before is seen by it;
-        // relaxed, since a null pointer is not followed.
+        // A look before the swap, so that an idle chain costs no write. A push that happened before is seen
+        // by it; relaxed, since a null pointer is not followed.
         if self.is_empty() {
             return Taken {
                 next: ptr::null_mut(),
@@ -92,7 +98,7 @@ fn reverse<T>(mut node: *mut Node<T>) -> *mut Node<T> {
     let mut reversed = ptr::null_mut();
     while !node.is_null() {
         // SAFETY: the caller took the list, so every node in it is its own.
-        let next = unsafe { std::mem::replace(&mut (*node).next, reversed) };
+        let next = unsafe { (*node).next.with_mut(|next| ptr::replace(next, reversed)) };
         reversed = node;
         node = next;
     }
@@ -138,13 +144,12 @@ impl<T> Iterator for Taken<T> {
         if self.next.is_null() {
             return None;
         }
-        // SAFETY: every node came from `Box::into_raw` and is this iterator's own; it is turned back once, since the
-        // iterator moves on.
+        // SAFETY: every node came from `Box::into_raw` and is this iterator's own; it is turned back once,
+        // since the iterator moves on.
         let node = unsafe { Box::from_raw(self.next) };
-        self.next = node.next;
-        // Taking a value by `into_inner` is invisible to loom; this access lets it check that the push happened before.
-        node.value.with_mut(|_| ());
-        Some(node.value.into_inner())
+        // SAFETY: as above; nobody writes the link any more.
+        self.next = node.next.with(|next| unsafe { *next });
+        Some(node.value)
     }
 }
 

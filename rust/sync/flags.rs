@@ -1,9 +1,10 @@
 //! Request ids, and the wish to abort a request: one word a slot.
 //!
-//! A request takes a slot when it is submitted and gives it back when it has ended, so the capacity bounds queued and
-//! running requests together. The id names the slot and its generation, and the slot's word holds the generation beside the
-//! state. An abort is one compare-and-swap from "live in generation g" to "aborted in generation g": if the request is over,
-//! the generation has moved on and nothing happens, least of all to the slot's next holder.
+//! A request takes a slot when it is submitted and gives it back when it has ended, so the capacity bounds
+//! queued and running requests together. The id names the slot and its generation, and the slot's word holds
+//! the generation beside the state. An abort is one compare-and-swap from "live in generation g" to "aborted
+//! in generation g": if the request is over, the generation has moved on and nothing happens, least of all to
+//! the slot's next holder.
 //!
 //! ```text
 //!            acquire               abort
@@ -13,10 +14,10 @@
 //!    +---------------------+---------------------+
 //! ```
 //!
-//! Free slots hang in a list (Treiber's stack over slot indices). Several threads pop from it, so its head carries a tag
-//! that changes with every operation: a pop that was overtaken by "popped, popped, pushed back" must not succeed, for the link
-//! it read is old. The tag has 32 bits; it would have to go round once while one thread stands between its load and
-//! its compare-and-swap.
+//! Free slots hang in a list (Treiber's stack over slot indices). Several threads pop from it, so its head
+//! carries a tag that changes with every operation: a pop that was overtaken by "popped, popped, pushed back"
+//! must not succeed, for the link it read is old. The tag has 32 bits; it would have to go round once while
+//! one thread stands between its load and its compare-and-swap.
 
 use super::primitive::{AtomicU32, AtomicU64, AtomicUsize, CachePadded, Ordering};
 use crate::ids::RequestId;
@@ -44,11 +45,11 @@ const fn low(word: u64) -> u32 {
 }
 
 struct Slot {
-    /// Generation and state. Written by the thread that acquires the slot, by any thread that aborts, and by the
-    /// request's owner, which retires it; read by any thread.
+    /// Generation and state. Written by the thread that acquires the slot, by any thread that aborts, and by
+    /// the request's owner, which retires it; read by any thread.
     word: AtomicU64,
-    /// The next free slot, while this one is free. Written by the thread that frees it; read by every thread that
-    /// acquires, even too late, in which case the tag makes it void.
+    /// The next free slot, while this one is free. Written by the thread that frees it; read by every thread
+    /// that acquires, even too late, in which case the tag makes it void.
     next: AtomicU32,
 }
 
@@ -56,8 +57,8 @@ struct Slot {
 pub struct RequestFlags {
     /// Tag and first free slot. Written and read by every thread that acquires or retires.
     free: CachePadded<AtomicU64>,
-    /// Not zero if an abort was raised since the owner last asked. Written by any thread that aborts and by the owner,
-    /// which clears it; read by the owner.
+    /// Not zero if an abort was raised since the owner last asked. Written by any thread that aborts and by
+    /// the owner, which clears it; read by the owner.
     any_aborted: CachePadded<AtomicU32>,
     /// Slots in use. Written by every thread that acquires or retires; read by any, for information.
     num_live: AtomicUsize,
@@ -88,23 +89,23 @@ impl RequestFlags {
         }
     }
 
-    /// Takes a free slot and gives the id of its new holder, or `None` if `capacity` requests are live. Any thread;
-    /// lock-free.
+    /// Takes a free slot and gives the id of its new holder, or `None` if `capacity` requests are live. Any
+    /// thread; lock-free.
     pub fn acquire(&self) -> Option<RequestId> {
-        // Acquire (here and when the compare-and-swap fails) pairs with the release in `release_slot`: the link of the first
-        // slot is written before it is read.
+        // Acquire (here and when the compare-and-swap fails) pairs with the release in `release_slot`: the
+        // link of the first slot is written before it is read.
         let mut head = self.free.0.load(Ordering::Acquire);
         let slot_idx = loop {
             let first = low(head);
             if first == NIL {
                 return None;
             }
-            // Relaxed: ordered by the load of the head. If the slot was taken meanwhile the link may be anything, and
-            // the tag makes the exchange fail.
+            // Relaxed: ordered by the load of the head. If the slot was taken meanwhile the link may be
+            // anything, and the tag makes the exchange fail.
             let second = self.slots[first as usize].next.load(Ordering::Relaxed);
             let new = pack(high(head).wrapping_add(1), second);
-            // Nothing to release: a pop publishes no link of its own, and as a read-modify-write it hands on what the
-            // pushes before it released.
+            // Nothing to release: a pop publishes no link of its own, and as a read-modify-write it hands on
+            // what the pushes before it released.
             match self
                 .free
                 .0
@@ -115,10 +116,11 @@ impl RequestFlags {
             }
         };
         let word = &self.slots[slot_idx as usize].word;
-        // Relaxed: the acquire above ordered the store in `retire` before this load, and until the id is handed out
-        // nobody else changes the word: an abort needs to find "live".
+        // Relaxed: the acquire above ordered the store in `retire` before this load, and until the id is
+        // handed out nobody else changes the word: an abort needs to find "live".
         let generation = high(word.load(Ordering::Relaxed));
-        // Relaxed: publishes nothing but itself; whoever is given the id is given it through something that synchronises.
+        // Relaxed: publishes nothing but itself; whoever is given the id is given it through something that
+        // synchronises.
         word.store(pack(generation, LIVE), Ordering::Relaxed);
         self.num_live.fetch_add(1, Ordering::Relaxed);
         Some(RequestId::new(slot_idx, generation))
@@ -126,8 +128,8 @@ impl RequestFlags {
 
     /// Asks for the end of a request. Any thread; wait-free; the owner sees it when it next scans.
     ///
-    /// Returns whether this call raised the flag: `false` if the request is over, or was already aborted. `true` does not say
-    /// that the request ends as aborted: it may be ending of itself at this moment.
+    /// Returns whether this call raised the flag: `false` if the request is over, or was already aborted.
+    /// `true` does not say that the request ends as aborted: it may be ending of itself at this moment.
     pub fn abort(&self, id: RequestId) -> bool {
         let Some(slot) = self.slots.get(id.slot() as usize) else {
             return false;
@@ -142,9 +144,9 @@ impl RequestFlags {
         {
             return false;
         }
-        // The bell after the flag. Release pairs with the acquire swap in `take_any_aborted`. An exchange, not a store:
-        // a store would end the release sequence of another abort's, and the owner, hearing one bell, might miss
-        // the other flag.
+        // The bell after the flag. Release pairs with the acquire swap in `take_any_aborted`. An exchange,
+        // not a store: a store would end the release sequence of another abort's, and the owner, hearing one
+        // bell, might miss the other flag.
         self.any_aborted.0.swap(1, Ordering::Release);
         true
     }
@@ -158,22 +160,23 @@ impl RequestFlags {
             .is_some_and(|slot| slot.word.load(Ordering::Acquire) == pack(id.generation(), ABORTED))
     }
 
-    /// Whether an abort was raised since the last call. Owner only: on `true` it must look at the flags of all its
-    /// requests, since the next call answers `false`. An abort that comes during that scan is seen by it, or reported by
-    /// the next call.
+    /// Whether an abort was raised since the last call. Owner only: on `true` it must look at the flags of
+    /// all its requests, since the next call answers `false`. An abort that comes during that scan is seen by
+    /// it, or reported by the next call.
     ///
-    /// A request may be aborted on its way through the inbox, and its bell be taken before it arrives: so the owner also
-    /// asks [`Self::is_aborted`] for each request that it receives.
+    /// A request may be aborted on its way through the inbox, and its bell be taken before it arrives: so the
+    /// owner also asks [`Self::is_aborted`] for each request that it receives.
     #[inline]
     pub fn take_any_aborted(&self) -> bool {
-        // A look first, so that the common answer costs no write. Relaxed: an abort that happened before this call is
-        // seen; another is in time for the next one.
-        // Acquire pairs with the release swap in `abort`: every flag whose bell this clears is visible to the scan.
+        // A look first, so that the common answer costs no write. Relaxed: an abort that happened before this
+        // call is seen; another is in time for the next one. Acquire pairs with the release swap in `abort`:
+        // every flag whose bell this clears is visible to the scan.
         self.any_aborted.0.load(Ordering::Relaxed) != 0 && self.any_aborted.0.swap(0, Ordering::Acquire) != 0
     }
 
-    /// Ends an id and frees its slot for the next generation. To be called once for each id, by whoever holds the request: its
-    /// submitter until it is in the inbox (which may refuse it), the owner of the cache state from then on.
+    /// Ends an id and frees its slot for the next generation. To be called once for each id, by whoever holds
+    /// the request: its submitter until it is in the inbox (which may refuse it), the owner of the cache
+    /// state from then on.
     ///
     /// # Panics
     /// If the id is not that of a live request.
@@ -188,8 +191,8 @@ impl RequestFlags {
                 "{id:?} is retired twice: its slot is in generation {}",
                 high(word)
             );
-            // Fails if an abort comes in between; it is for a request that has ended, and this overwrites it. Relaxed: the
-            // release in `release_slot` publishes the word to the slot's next holder.
+            // Fails if an abort comes in between; it is for a request that has ended, and this overwrites it.
+            // Relaxed: the release in `release_slot` publishes the word to the slot's next holder.
             match slot
                 .word
                 .compare_exchange_weak(word, next, Ordering::Relaxed, Ordering::Relaxed)
@@ -221,8 +224,8 @@ impl RequestFlags {
             // Relaxed: published by the release below.
             next.store(low(head), Ordering::Relaxed);
             let new = pack(high(head).wrapping_add(1), slot_idx);
-            // Release pairs with the acquire operations in `acquire`: link and generation are written before the slot can
-            // be taken.
+            // Release pairs with the acquire operations in `acquire`: link and generation are written before
+            // the slot can be taken.
             match self
                 .free
                 .0

@@ -1,8 +1,9 @@
 //! A bounded ring from many threads to one: what reaches the owner of the cache state.
 //!
-//! The scheme is Dmitry Vyukov's bounded queue, with one consumer: each slot carries a stamp that says whose turn it is,
-//! so a message is published by one store, and a producer claims its place by one compare-and-swap. A position counts
-//! laps in its high bits and slots in its low bits; a slot at index `i` runs through these stamps:
+//! The scheme is Dmitry Vyukov's bounded queue, with one consumer: each slot carries a stamp that says whose
+//! turn it is, so a message is published by one store, and a producer claims its place by one
+//! compare-and-swap. A position counts laps in its high bits and slots in its low bits; a slot at index `i`
+//! runs through these stamps:
 //!
 //! ```text
 //! position p = lap * one_lap + i
@@ -12,13 +13,14 @@
 //! ```
 //!
 //! What is promised:
-//! - A push never waits for another thread. It fails only if at some moment within the call every slot was taken: by a
-//!   message, or by a push that had claimed it and was about to write. A pop that happened before the push has made
-//!   its room. (With several consumers this would not hold: one that stalls between its claim and its release makes a
-//!   ring that is nearly empty look full. Here the claim *is* the release.)
+//! - A push never waits for another thread. It fails only if at some moment within the call every slot was
+//!   taken: by a message, or by a push that had claimed it and was about to write. A pop that happened before
+//!   the push has made its room. (With several consumers this would not hold: one that stalls between its
+//!   claim and its release makes a ring that is nearly empty look full. Here the claim *is* the release.)
 //! - Messages of one sender arrive in order. Those of different senders arrive in the order of their claims.
-//! - A pop that finds nothing does not mean that no push has completed: messages behind a claimed and still unwritten
-//!   slot wait for it. The stalled producer wakes the receiver after its own push, so none stays behind.
+//! - A pop that finds nothing does not mean that no push has completed: messages behind a claimed and still
+//!   unwritten slot wait for it. The stalled producer wakes the receiver after its own push, so none stays
+//!   behind.
 
 use super::primitive::{Arc, AtomicU64, CachePadded, Ordering, UnsafeCell};
 use std::mem::MaybeUninit;
@@ -39,8 +41,8 @@ pub fn inbox<T: Send>(capacity: usize) -> (Sender<T>, Receiver<T>) {
 }
 
 struct Slot<T> {
-    /// Whose turn the slot is (see the module). Written by the producer that claimed it and by the receiver, in turn;
-    /// read by every producer and the receiver.
+    /// Whose turn the slot is (see the module). Written by the producer that claimed it and by the receiver,
+    /// in turn; read by every producer and the receiver.
     stamp: AtomicU64,
     /// The message, initialised exactly while the stamp says "written".
     value: UnsafeCell<MaybeUninit<T>>,
@@ -50,12 +52,14 @@ struct Ring<T> {
     /// The next position to claim. Written (compare-and-swap) and read by producers only.
     tail: CachePadded<AtomicU64>,
     slots: Box<[Slot<T>]>,
-    /// Distance between the positions of one slot in two laps: a power of two, at least 2, at least the capacity.
+    /// Distance between the positions of one slot in two laps: a power of two, at least 2, at least the
+    /// capacity.
     one_lap: u64,
 }
 
-// SAFETY: a value is reached only by the thread whose turn its slot's stamp says it is, and passes from sender to
-// receiver by a release store and an acquire load; so the ring moves values between threads, and `T: Send` suffices.
+// SAFETY: a value is reached only by the thread whose turn its slot's stamp says it is, and passes from
+// sender to receiver by a release store and an acquire load; so the ring moves values between threads, and
+// `T: Send` suffices.
 unsafe impl<T: Send> Send for Ring<T> {}
 // SAFETY: as above; no `&T` is ever given to two threads, so `T: Sync` is not needed.
 unsafe impl<T: Send> Sync for Ring<T> {}
@@ -82,7 +86,8 @@ impl<T> Ring<T> {
         idx
     }
 
-    /// The position after `position`. 64 bits count laps for longer than any process lives, so it never wraps.
+    /// The position after `position`. 64 bits count laps for longer than any process lives, so it never
+    /// wraps.
     #[inline]
     fn next(&self, position: u64) -> u64 {
         let idx = self.idx(position);
@@ -136,10 +141,12 @@ impl<T: Send> Sender<T> {
         loop {
             let slot = &ring.slots[ring.idx(position)];
             // Acquire pairs with the release store in `pop`: the old message has been moved out before it is
-            // overwritten. It also makes a stale `tail` impossible after a stamp from the future, so the loop ends.
+            // overwritten. It also makes a stale `tail` impossible after a stamp from the future, so the loop
+            // ends.
             let stamp = slot.stamp.load(Ordering::Acquire);
             if stamp < position {
-                // The message of the lap before is still here. The receiver takes in order, so every slot is taken.
+                // The message of the lap before is still here. The receiver takes in order, so every slot is
+                // taken.
                 return Err(value);
             }
             if stamp > position {
@@ -156,7 +163,8 @@ impl<T: Send> Sender<T> {
                 Ok(_) => {
                     // SAFETY: the claim succeeded, and the stamp bars the receiver until the store below.
                     slot.value.with_mut(|cell| unsafe { (*cell).write(value) });
-                    // Release pairs with the acquire loads in `pop` and `is_empty`: they see the message written.
+                    // Release pairs with the acquire loads in `pop` and `is_empty`: they see the message
+                    // written.
                     slot.stamp.store(position + 1, Ordering::Release);
                     return Ok(());
                 }
@@ -174,7 +182,8 @@ impl<T: Send> Sender<T> {
 /// The receiving end; there is only one.
 pub struct Receiver<T> {
     ring: Arc<Ring<T>>,
-    /// The next position to take. Plain, since nobody else reads it: producers learn of a pop from the slot's stamp.
+    /// The next position to take. Plain, since nobody else reads it: producers learn of a pop from the slot's
+    /// stamp.
     head: u64,
 }
 
@@ -188,8 +197,8 @@ impl<T: Send> Receiver<T> {
         if slot.stamp.load(Ordering::Acquire) != self.head + 1 {
             return None;
         }
-        // SAFETY: the stamp says "written", so the value is initialised and the slot is the receiver's until the store
-        // below, which also makes this the only time that the value is moved out.
+        // SAFETY: the stamp says "written", so the value is initialised and the slot is the receiver's until
+        // the store below, which also makes this the only time that the value is moved out.
         let value = slot.value.with(|cell| unsafe { (*cell).assume_init_read() });
         // Release pairs with the acquire load in `push`: the message is out before the slot is written again.
         slot.stamp.store(self.head + ring.one_lap, Ordering::Release);

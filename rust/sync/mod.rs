@@ -1,7 +1,7 @@
 //! What threads share, and nothing else: the only home of atomics.
 //!
-//! One thread, the owner, holds the whole cache state by plain `&mut`. Every other thread reaches it through the
-//! structures of this module, none of which ever makes the owner wait for a stalled peer:
+//! One thread, the owner, holds the whole cache state by plain `&mut`. Every other thread reaches it through
+//! the structures of this module, none of which ever makes the owner wait for a stalled peer:
 //!
 //! | structure | writers | reader | carries |
 //! |---|---|---|---|
@@ -11,9 +11,9 @@
 //! | [`Parker`] | any thread | owner | the wake-up of an idle owner |
 //! | [`StatsCell`] | owner | any thread | counters, as one consistent snapshot |
 //!
-//! The order of use is always the same: publish first (push, raise a flag), [`Parker::unpark`] second. The owner
-//! drains first and parks second. `README.md` beside this file tells the protocols in prose and names the races they
-//! exclude; `tests/loom` checks each of them on every interleaving within its bounds.
+//! The order of use is always the same: publish first (push, raise a flag), [`Parker::unpark`] second. The
+//! owner drains first and parks second. `README.md` beside this file tells the protocols in prose and names
+//! the races they exclude; `tests/loom` checks each of them on every interleaving within its bounds.
 //!
 //! Atomics come from `primitive`, which is std or, under `cfg(pagedkv_loom)`, the loom model checker.
 

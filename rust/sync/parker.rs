@@ -1,8 +1,8 @@
 //! The idle owner's bed: it sleeps until there is work, and no wake-up is lost.
 //!
-//! The state is a token. `unpark` leaves one; `park_timeout` takes it, or announces that it sleeps and then waits on a
-//! condition variable. Since the token stays until it is taken, it does not matter whether the wake-up comes before, during or
-//! after the owner's decision to sleep.
+//! The state is a token. `unpark` leaves one; `park_timeout` takes it, or announces that it sleeps and then
+//! waits on a condition variable. Since the token stays until it is taken, it does not matter whether the
+//! wake-up comes before, during or after the owner's decision to sleep.
 
 use super::primitive::{AtomicU32, Condvar, Mutex, Ordering};
 use std::fmt;
@@ -36,9 +36,9 @@ impl Parker {
         }
     }
 
-    /// Sleeps until somebody calls [`Self::unpark`], or `timeout` has passed. Returns at once if a wake-up is pending,
-    /// and takes it. Any number of wake-ups before that count as one. What a waker did before `unpark` is visible after a
-    /// return of `true`.
+    /// Sleeps until somebody calls [`Self::unpark`], or `timeout` has passed. Returns at once if a wake-up is
+    /// pending, and takes it. Any number of wake-ups before that count as one. What a waker did before
+    /// `unpark` is visible after a return of `true`.
     ///
     /// Returns whether it was woken: `false` after the timeout.
     ///
@@ -64,7 +64,8 @@ impl Parker {
         loop {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
-                // Acquire pairs with the release swap in `unpark`: a token that came at the last moment is taken.
+                // Acquire pairs with the release swap in `unpark`: a token that came at the last moment is
+                // taken.
                 return self.state.swap(EMPTY, Ordering::Acquire) == NOTIFIED;
             }
             guard = match left {
@@ -82,19 +83,20 @@ impl Parker {
         }
     }
 
-    /// Wakes the owner, or leaves a token that spares it its next sleep. Any thread; one atomic when the owner is
-    /// awake. Call it after publishing what the owner shall find.
+    /// Wakes the owner, or leaves a token that spares it its next sleep. Any thread; one atomic when the
+    /// owner is awake. Call it after publishing what the owner shall find.
     #[inline]
     pub fn unpark(&self) {
-        // Release pairs with the acquire operations in `park_timeout`. A swap even if a token is there already: a mere look
-        // could see an old one that the owner is just taking, and what was published would find it asleep.
+        // Release pairs with the acquire operations in `park_timeout`. A swap even if a token is there
+        // already: a mere look could see an old one that the owner is just taking, and what was published
+        // would find it asleep.
         if self.state.swap(NOTIFIED, Ordering::Release) == PARKED {
             self.rouse();
         }
     }
 
-    /// Takes a pending token. Acquire pairs with the release swap in `unpark`; that swap continues the release sequence
-    /// of earlier ones, so one token stands for all wakers and what each had published.
+    /// Takes a pending token. Acquire pairs with the release swap in `unpark`; that swap continues the
+    /// release sequence of earlier ones, so one token stands for all wakers and what each had published.
     #[inline]
     fn take_token(&self) -> bool {
         self.state
@@ -104,8 +106,9 @@ impl Parker {
 
     #[cold]
     fn rouse(&self) {
-        // The owner said `PARKED` under the lock and gives it up only by waiting. Having had the lock, we know that it
-        // waits (or has already woken and seen the token), so the notification cannot come too early.
+        // The owner said `PARKED` under the lock and gives it up only by waiting. Having had the lock, we
+        // know that it waits (or has already woken and seen the token), so the notification cannot come too
+        // early.
         drop(self.asleep.lock().unwrap_or_else(PoisonError::into_inner));
         self.wake.notify_one();
     }

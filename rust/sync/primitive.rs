@@ -1,5 +1,5 @@
-//! Atomics, cells, locks: std in the product, loom in its models. The rest of `sync` imports them from here alone, so
-//! that the code the models check is the code that ships.
+//! Atomics, cells, locks: std in the product, loom in its models. The rest of `sync` imports them from here
+//! alone, so that the code the models check is the code that ships.
 
 pub(super) use imp::{Arc, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Condvar, Mutex, UnsafeCell, fence};
 pub(super) use std::sync::atomic::Ordering;
@@ -18,7 +18,8 @@ mod imp {
     pub(crate) use std::sync::atomic::{AtomicPtr, fence};
     pub(crate) use std::sync::{Arc, Condvar, Mutex};
 
-    // Aliases instead of re-exports: the lint that keeps atomics out of other modules sees through a re-export.
+    // Aliases instead of re-exports: the lint that keeps atomics out of other modules sees through a
+    // re-export.
     pub(crate) type AtomicU32 = std::sync::atomic::AtomicU32;
     pub(crate) type AtomicU64 = std::sync::atomic::AtomicU64;
     pub(crate) type AtomicUsize = std::sync::atomic::AtomicUsize;
@@ -31,17 +32,14 @@ mod imp {
             Self(std::cell::UnsafeCell::new(value))
         }
 
-        pub(crate) fn into_inner(self) -> T {
-            self.0.into_inner()
-        }
-
         /// Calls `access` with a pointer for reading. The caller vouches that nobody writes meanwhile.
         #[inline]
         pub(crate) fn with<R>(&self, access: impl FnOnce(*const T) -> R) -> R {
             access(self.0.get())
         }
 
-        /// Calls `access` with a pointer for writing. The caller vouches that nobody else reads or writes meanwhile.
+        /// Calls `access` with a pointer for writing. The caller vouches that nobody else reads or writes
+        /// meanwhile.
         #[inline]
         pub(crate) fn with_mut<R>(&self, access: impl FnOnce(*mut T) -> R) -> R {
             access(self.0.get())

@@ -1,18 +1,19 @@
 //! Words that one thread publishes together and any thread reads together.
 //!
-//! A seqlock with two copies. Version `v` lies in copy `v % 2`, and its publication writes the other copy than the one
-//! that readers are sent to; so a reader is disturbed only when two publications pass it during one read, and never
-//! waits for a writer that was stopped in the middle.
+//! A seqlock with two copies. Version `v` lies in copy `v % 2`, and its publication writes the other copy
+//! than the one that readers are sent to; so a reader is disturbed only when two publications pass it during
+//! one read, and never waits for a writer that was stopped in the middle.
 
 use super::primitive::{AtomicU64, CachePadded, Ordering, fence};
 use std::fmt;
 
 /// `N` words, written by one owner and read by any thread, never torn.
 pub struct SnapshotCell<const N: usize> {
-    /// How many publications are complete. Written by the owner, read by every reader, before and after the words.
+    /// How many publications are complete. Written by the owner, read by every reader, before and after the
+    /// words.
     version: CachePadded<AtomicU64>,
-    /// The words of the last two versions. Written by the owner, read by every reader; each word is an atomic, so that a read that
-    /// loses the race is void instead of undefined.
+    /// The words of the last two versions. Written by the owner, read by every reader; each word is an
+    /// atomic, so that a read that loses the race is void instead of undefined.
     copies: [[AtomicU64; N]; 2],
 }
 
@@ -30,8 +31,8 @@ impl<const N: usize> SnapshotCell<N> {
     pub fn publish(&self, words: &[u64; N]) {
         // Relaxed: only the owner writes it.
         let version = self.version.0.load(Ordering::Relaxed) + 1;
-        // Pairs with the acquire fence in `read`: whoever sees one of the words written below also sees the version before
-        // this one complete, and so knows that the version it started from is outdated.
+        // Pairs with the acquire fence in `read`: whoever sees one of the words written below also sees the
+        // version before this one complete, and so knows that the version it started from is outdated.
         fence(Ordering::Release);
         for (word, &value) in self.copy(version).iter().zip(words) {
             word.store(value, Ordering::Relaxed);

@@ -1,12 +1,13 @@
-//! The counters of the core. The owner counts in a plain [`Stats`] and publishes it once a step in a [`StatsCell`];
-//! whoever answers a scrape reads that.
+//! The counters of the core. The owner counts in a plain [`Stats`] and publishes it once a step in a
+//! [`StatsCell`]; whoever answers a scrape reads that.
 
 use super::snapshot::SnapshotCell;
 
 /// Defines the struct, its field names and both conversions from one list.
 macro_rules! stats {
     ($($(#[$doc:meta])+ $field:ident,)+) => {
-        /// What happened since start (counts), and how things stand now (`num_*`, `blocks_*`, `wasted_slots`).
+        /// What happened since start (counts), and how things stand now (`num_*`, `blocks_*`,
+        /// `wasted_slots`).
         #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
         pub struct Stats {
             $($(#[$doc])+ pub $field: u64,)+
@@ -37,7 +38,7 @@ stats! {
     steps,
     /// Tokens computed, of prompts and of generation.
     scheduled_tokens,
-    /// Prompt tokens of admitted requests.
+    /// Prompt tokens computed for the first time. Those found in the cache are prefix hits.
     prompt_tokens,
     /// Tokens generated.
     generation_tokens,

@@ -1,6 +1,6 @@
-//! Faults on purpose: a model that passes is worth something only if it would have failed. Each structure here is a small
-//! likeness of one in `rust/sync` with a switch for the one detail that matters; the right setting passes, the wrong one must be
-//! caught.
+//! Faults on purpose: a model that passes is worth something only if it would have failed. Each structure
+//! here is a small likeness of one in `rust/sync` with a switch for the one detail that matters; the right
+//! setting passes, the wrong one must be caught.
 
 use crate::check;
 use loom::cell::UnsafeCell;
@@ -8,7 +8,8 @@ use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-/// A free list over two slots, as in `flags.rs`. Without the tag its exchange succeeds on a head that left and came back.
+/// A free list over two slots, as in `flags.rs`. Without the tag its exchange succeeds on a head that left
+/// and came back.
 struct FreeList {
     head: AtomicU64,
     next: [AtomicU32; 2],
@@ -149,7 +150,9 @@ fn model_bed(fault: Fault) {
         while !flags.iter().all(|flag| flag.load(Ordering::Relaxed)) {
             bed.park();
         }
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }
 
@@ -170,7 +173,8 @@ fn a_skipped_wake_up_is_caught() {
     model_bed(Fault::SkipsIfToken);
 }
 
-/// Two aborts and one bell, as in `flags.rs`. A bell rung by a store ends the release sequence of the other abort's.
+/// Two aborts and one bell, as in `flags.rs`. A bell rung by a store ends the release sequence of the other
+/// abort's.
 fn model_bell(exchange: bool) {
     check(move || {
         let flags = Arc::new([AtomicBool::new(false), AtomicBool::new(false)]);
@@ -195,7 +199,9 @@ fn model_bell(exchange: bool) {
             }
         };
         look();
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
         look();
         assert_eq!(seen, [true; 2], "an abort was overlooked");
     });

@@ -9,17 +9,17 @@ use pagedkv::sync::PushChain;
 fn two_threads_push_while_the_owner_takes() {
     check(|| {
         let chain = Arc::new(PushChain::new());
-        let (first, second) = (Arc::clone(&chain), Arc::clone(&chain));
-        let threads = [
-            thread::spawn(move || {
-                first.push(10);
-                first.push(11);
-            }),
-            thread::spawn(move || second.push(20)),
-        ];
-        let mut taken: Vec<i32> = chain.take_all().collect();
-        taken.extend(chain.take_all());
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        let (pusher, owner) = (Arc::clone(&chain), Arc::clone(&chain));
+        let second = thread::spawn(move || pusher.push(20));
+        let owner = thread::spawn(move || {
+            let mut taken: Vec<i32> = owner.take_all().collect();
+            taken.extend(owner.take_all());
+            taken
+        });
+        chain.push(10);
+        chain.push(11);
+        second.join().unwrap();
+        let mut taken = owner.join().unwrap();
         taken.extend(chain.take_all());
         assert!(chain.is_empty());
         assert_eq!(
@@ -41,14 +41,14 @@ fn what_nobody_takes_is_dropped() {
     check(|| {
         let value = Arc::new(());
         let chain = Arc::new(PushChain::new());
-        let (pushed, pusher) = (Arc::clone(&value), Arc::clone(&chain));
+        let owner = Arc::clone(&chain);
         let thread = thread::spawn(move || {
-            pusher.push(Arc::clone(&pushed));
-            pusher.push(pushed);
+            let mut taken = owner.take_all();
+            drop(taken.next());
+            drop(taken);
         });
-        let mut taken = chain.take_all();
-        drop(taken.next());
-        drop(taken);
+        chain.push(Arc::clone(&value));
+        chain.push(Arc::clone(&value));
         drop(chain);
         thread.join().unwrap();
         assert_eq!(Arc::strong_count(&value), 1);

@@ -3,6 +3,7 @@
 use crate::check;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
+use loom::sync::atomic::{AtomicBool, Ordering};
 use loom::thread;
 use pagedkv::ids::RequestId;
 use pagedkv::sync::RequestFlags;
@@ -42,8 +43,8 @@ impl Marked {
 // SAFETY: the cells are written by the slots' holders only, which is what loom checks here.
 unsafe impl Sync for Marked {}
 
-/// The race "borrowed link" (ABA): one thread stands between reading the first slot's link and its exchange, while the other
-/// takes both slots and puts the first one back.
+/// The race "borrowed link" (ABA): one thread stands between reading the first slot's link and its exchange,
+/// while the other takes both slots and puts the first one back.
 #[test]
 fn no_slot_has_two_holders() {
     check(|| {
@@ -124,6 +125,22 @@ fn of_two_aborts_one_counts() {
     });
 }
 
+#[test]
+fn what_preceded_an_abort_is_visible_with_it() {
+    check(|| {
+        let flags = Arc::new(RequestFlags::new(1));
+        let cause = Arc::new(AtomicBool::new(false));
+        let id = flags.acquire().unwrap();
+        let (seen_flags, seen_cause) = (Arc::clone(&flags), Arc::clone(&cause));
+        let owner = thread::spawn(move || {
+            assert!(!seen_flags.is_aborted(id) || seen_cause.load(Ordering::Relaxed));
+        });
+        cause.store(true, Ordering::Relaxed);
+        assert!(flags.abort(id));
+        owner.join().unwrap();
+    });
+}
+
 /// The race "drowned bell": two aborts ring, and the owner hears one bell.
 #[test]
 fn no_abort_is_overlooked() {
@@ -143,7 +160,9 @@ fn no_abort_is_overlooked() {
             }
         };
         look();
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
         look();
         assert_eq!(seen, [true; 2]);
     });

@@ -18,21 +18,21 @@ fn two_senders_lose_nothing_and_keep_their_order() {
         let (sender, mut receiver) = inbox(2);
         let other = sender.clone();
         // Boxes, so that a message read twice or too early is a fault and not only a wrong number.
-        let first = thread::spawn(move || {
-            [10, 11]
-                .into_iter()
-                .filter(|&value| sender.push(Box::new(value)).is_ok())
-                .collect::<Vec<_>>()
-        });
         let second = thread::spawn(move || {
             [20].into_iter()
                 .filter(|&value| other.push(Box::new(value)).is_ok())
                 .collect::<Vec<_>>()
         });
-        let mut received = Vec::new();
-        received.extend(receiver.pop());
-        received.extend(receiver.pop());
-        let (first, second) = (first.join().unwrap(), second.join().unwrap());
+        let owner = thread::spawn(move || {
+            let received = [receiver.pop(), receiver.pop()];
+            (received.into_iter().flatten().collect::<Vec<_>>(), receiver)
+        });
+        let first: Vec<_> = [10, 11]
+            .into_iter()
+            .filter(|&value| sender.push(Box::new(value)).is_ok())
+            .collect();
+        let second = second.join().unwrap();
+        let (mut received, mut receiver) = owner.join().unwrap();
         drain(&mut receiver, &mut received);
         assert!(receiver.is_empty());
         let of = |tens| {
@@ -93,15 +93,12 @@ fn a_pop_that_happened_before_has_made_room() {
 fn slots_are_reused_lap_after_lap() {
     check(|| {
         let (sender, mut receiver) = inbox(1);
-        let thread = thread::spawn(move || {
-            (0..3)
-                .filter(|&value| sender.push(value).is_ok())
-                .collect::<Vec<_>>()
+        let owner = thread::spawn(move || {
+            let received = [receiver.pop(), receiver.pop()];
+            (received.into_iter().flatten().collect::<Vec<_>>(), receiver)
         });
-        let mut received = Vec::new();
-        received.extend(receiver.pop());
-        received.extend(receiver.pop());
-        let sent = thread.join().unwrap();
+        let sent: Vec<_> = (0..3).filter(|&value| sender.push(value).is_ok()).collect();
+        let (mut received, mut receiver) = owner.join().unwrap();
         drain(&mut receiver, &mut received);
         assert_eq!(received, sent);
     });

@@ -1,5 +1,5 @@
-//! The parker: no wake-up is lost. Loom reports an owner that sleeps for ever as a deadlock; its clock does not run, so the
-//! timeouts are "never" and "at once".
+//! The parker: no wake-up is lost. Loom reports an owner that sleeps for ever as a deadlock; its clock does
+//! not run, so the timeouts are "never" and "at once".
 
 use crate::check;
 use loom::sync::Arc;
@@ -28,7 +28,9 @@ fn the_owner_never_sleeps_on_a_message() {
                 None => assert!(parker.park_timeout(Duration::MAX)),
             }
         }
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }
 
@@ -48,7 +50,9 @@ fn one_token_hands_over_what_all_wakers_published() {
         while !flags.iter().all(|flag| flag.load(Ordering::Relaxed)) {
             assert!(parker.park_timeout(Duration::MAX));
         }
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }
 
@@ -75,12 +79,17 @@ fn the_owner_never_sleeps_on_an_abort() {
 #[test]
 fn a_wake_up_beside_the_timeout_is_kept_for_the_next_sleep() {
     check(|| {
-        let parker = Arc::new(Parker::new());
-        let other = Arc::clone(&parker);
-        let thread = thread::spawn(move || other.unpark());
+        let shared = Arc::new((AtomicBool::new(false), Parker::new()));
+        let other = Arc::clone(&shared);
+        let thread = thread::spawn(move || {
+            other.0.store(true, Ordering::Relaxed);
+            other.1.unpark();
+        });
+        let (published, parker) = &*shared;
         if !parker.park_timeout(Duration::ZERO) {
             assert!(parker.park_timeout(Duration::MAX));
         }
+        assert!(published.load(Ordering::Relaxed));
         thread.join().unwrap();
         assert!(!parker.park_timeout(Duration::ZERO));
     });

@@ -267,21 +267,24 @@ def test_the_demo_model() -> None:
 
 def test_the_demo_weights_are_what_transformers_reads_from_the_gguf(tmp_path: Path) -> None:
     source = resolve(None)
-    # A copy without the vocabulary, which transformers takes a minute to parse.
+    # A copy of two layers and without the vocabulary: transformers takes a minute for the whole.
     file, data = GGUFFile(source.path), source.path.read_bytes()
     writer = gguf.GGUFWriter(tmp_path / "copy.gguf", "llama")
     for key, value in file.metadata.items():
         if key.startswith("llama."):
+            value = 2 if key == "llama.block_count" else value
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
     for tensor in file.tensors.values():
+        if tensor.name.startswith("blk.") and not tensor.name.startswith(("blk.0.", "blk.1.")):
+            continue
         raw = np.frombuffer(data, np.uint8, tensor.num_bytes, tensor.offset)
         writer.add_tensor(tensor.name, raw.reshape(*tensor.shape[:-1], -1), raw_dtype=tensor.kind)
     finish(writer)
     with torch.device("meta"):
-        names = LlamaForCausalLM(LlamaConfig(num_hidden_layers=30))
+        names = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))
     read = load_gguf_checkpoint(tmp_path / "copy.gguf", return_tensors=True, model_to_load=names)
     model = load_model(source, "float32").model
-    assert set(read["tensors"]) == {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
+    assert len(read["tensors"]) == 2 * 9 + 2
     for name, tensor in read["tensors"].items():
         assert torch.equal(model.get_parameter(name), tensor), name
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagedkv import LLM, InvalidRequest, RequestFailed, SamplingParams, loading
+from pagedkv.front import Seeds
 from tiny_llm import Checkpoint, Greedy, make_checkpoint, prompts
 
 NUM_TOKENS = 24
@@ -469,6 +470,32 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_usable(checkpoint, ex
     check_all(llm, expected)
 
 
+def test_an_interrupt_before_the_forward_pass_leaves_the_engine_usable(checkpoint, expected, monkeypatch):
+    llm = LLM(**checkpoint.options)
+
+    class Interrupted:
+        """A core that is interrupted between deciding a step and computing it."""
+
+        def __init__(self, core):
+            self.core, self.calls = core, 0
+
+        def __getattr__(self, name):
+            return getattr(self.core, name)
+
+        def schedule(self, arena):
+            self.calls += 1
+            header = self.core.schedule(arena)
+            if self.calls == 4:
+                raise KeyboardInterrupt
+            return header
+
+    monkeypatch.setattr(llm._engine, "core", Interrupted(llm._engine.core))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
+    assert_at_rest(llm)
+    check_all(llm, expected)
+
+
 def test_an_interrupt_between_steps_leaves_the_engine_usable(checkpoint, expected, monkeypatch):
     llm = LLM(**checkpoint.options)
     with monkeypatch.context() as patch:
@@ -499,3 +526,13 @@ def test_times_are_in_order(llm):
         <= metrics.first_token_time
         <= metrics.finished_time
     )
+
+
+def test_seeds_are_splitmix64():
+    # The generator's published first outputs from 1234567.
+    seeds = Seeds(1234567)
+    assert [seeds.draw() for _ in range(3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]

@@ -96,7 +96,9 @@ def test_printed_line_works(demo: Served) -> None:
     request = urllib.request.Request(words[2], words[6].encode(), {name: value})
     with urllib.request.urlopen(request, timeout=120) as reply:
         assert reply.headers["Content-Type"] == "text/event-stream"
-        assert reply.read().endswith(b"data: [DONE]\n\n")
+        received = reply.read()
+    assert received.endswith(b"data: [DONE]\n\n")
+    assert b"Paris" in received
 
 
 def test_official_client_with_the_demo_model(demo: Served) -> None:

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 import tiny_tokenizers as tiny
 from pagedkv.errors import ModelError, PagedKVError
+from pagedkv.gguf_header import read_metadata
 from pagedkv.text import TextError, Tokenizer
-from pagedkv.text.gguf_metadata import read_metadata
 
 DEMO = Tokenizer.load(tiny.demo_model())
 BACKENDS = {
@@ -389,13 +389,13 @@ def test_damaged_gguf_files_are_refused(tmp_path: Path) -> None:
     tiny.save_gguf(path, "gpt2", pre="gpt-2", **tiny.byte_level_keys(tiny.byte_level()))
     whole = path.read_bytes()
     for content, message in [
-        (b"", "the file is empty"),
-        (b"PK" + whole[2:], "not a GGUF file"),
-        (whole[:10], "header is cut short"),
-        (whole[:4] + b"\x01" + whole[5:], "GGUF version 1 is not supported"),
-        (whole[:1000], "damaged or cut short"),
-        (whole[:-2], "damaged or cut short"),
-        (whole[:16] + b"\xff" * 8 + whole[24:], "damaged or cut short"),
+        (b"", "cannot mmap an empty file"),
+        (b"PK" + whole[2:], "is no GGUF file"),
+        (whole[:10], "cut short or damaged"),
+        (whole[:4] + b"\x01" + whole[5:], "GGUF version 1; supported"),
+        (whole[:1000], "cut short or damaged"),
+        (whole[:-2], "cut short or damaged"),
+        (whole[:16] + b"\xff" * 8 + whole[24:], "cut short or damaged"),
     ]:
         path.write_bytes(content)
         with pytest.raises(ModelError, match=message):

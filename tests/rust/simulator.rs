@@ -113,6 +113,12 @@ impl Simulator {
         if let Err(broken) = self.scheduler.check_invariants() {
             panic!("{broken}");
         }
+        let stats = self.scheduler.edge().stats();
+        let bound = (self.block_size as u64 - 1) * stats.num_running;
+        assert!(
+            stats.wasted_slots <= bound,
+            "more than one partly filled block a sequence"
+        );
     }
 
     /// One step with every check between its parts. None when there was nothing to do.

@@ -1,5 +1,6 @@
-//! The structures of `rust/sync` under more threads than cores, where a thread is often stopped in the middle of an operation.
-//! The models of `tests/loom` prove more on less; this finds what only real schedules and many laps find.
+//! The structures of `rust/sync` under more threads than cores, where a thread is often stopped in the middle
+//! of an operation. The models of `tests/loom` prove more on less; this finds what only real schedules and
+//! many laps find.
 
 use pagedkv::ids::RequestId;
 use pagedkv::sync::{Parker, PushChain, RequestFlags, Stats, StatsCell, inbox};
@@ -127,8 +128,8 @@ fn flags_never_give_a_slot_to_two() {
     assert_eq!(slots.len(), CAPACITY);
 }
 
-/// The life of a request across threads: submitted, found by the owner, and ended only by its abort. An abort, a message
-/// or a wake-up that gets lost leaves the owner asleep.
+/// The life of a request across threads: submitted, found by the owner, and ended only by its abort. An
+/// abort, a message or a wake-up that gets lost leaves the owner asleep.
 #[test]
 fn every_abort_reaches_the_owner() {
     const NUM_REQUESTS: usize = 10_000;
@@ -164,7 +165,8 @@ fn every_abort_reaches_the_owner() {
         while num_left > 0 {
             let num_before = running.len();
             running.extend(std::iter::from_fn(|| receiver.pop()));
-            // A request may have been aborted on its way through the inbox, and its bell have been heard before it came.
+            // A request may have been aborted on its way through the inbox, and its bell have been heard
+            // before it came.
             let came = running.len() > num_before;
             if flags.take_any_aborted() || came {
                 running.retain(|&id| {

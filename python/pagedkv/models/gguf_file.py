@@ -1,28 +1,19 @@
 """Opens GGUF files: metadata, the directory of tensors, and tensors as float32.
 
-The format is ggml's (docs/gguf.md in its repository): a header, pairs of key and value, the directory,
-padding, data. All of the directory is checked against the file's length at once, so a file that is cut short
-is refused on opening. `gguf.GGUFReader` reads the same, but makes several arrays for each of the 100,000
-strings of a vocabulary: seconds instead of a tenth. Its package still knows the types and turns quantised
-blocks into numbers.
+All of the directory is checked against the file's length at once, so a file that is cut short is refused on
+opening. The `gguf` package knows the types and turns quantised blocks into numbers.
 """
 
-import mmap
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from pagedkv.errors import ModelError
+from pagedkv.gguf_header import DAMAGE, Cursor, map_file, read_header
 
-_STRING, _ARRAY = 8, 9
-# The value types of fixed size, as struct writes them.
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 
 
@@ -47,18 +38,13 @@ class GGUFFile:
             ModelError: It cannot be read, is no GGUF file, is cut short, or is one part of a split model.
         """
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
-        if self._data[:4] != b"GGUF":
-            raise ModelError(f"{path} is no GGUF file: it begins with {self._data[:4]!r} instead of b'GGUF'")
-        self.metadata: dict[str, Any] = {}
+        self._data = map_file(path)
+        header = read_header(self._data, path)
+        self.metadata = header.metadata
         self.tensors: dict[str, GGUFTensor] = {}
         try:
-            self._read_header()
-        except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as error:
+            self._read_directory(header.cursor, header.num_tensors)
+        except DAMAGE as error:
             raise ModelError(f"{path} is cut short or damaged: {error!r}") from error
         num_parts = self.metadata.get("split.count") or 1
         if num_parts > 1:
@@ -66,15 +52,7 @@ class GGUFFile:
                 f"{path} is one of {num_parts} parts; merge them first (llama-gguf-split --merge)"
             )
 
-    def _read_header(self) -> None:
-        cursor = _Cursor(self._data, 4)
-        version = cursor.number("I")
-        if version not in _VERSIONS:
-            raise ModelError(f"{self.path} has GGUF version {version}; supported are 2 and 3, little-endian")
-        num_tensors, num_pairs = cursor.number("Q"), cursor.number("Q")
-        for _ in range(num_pairs):
-            key = cursor.string()
-            self.metadata[key] = cursor.value(cursor.number("I"))
+    def _read_directory(self, cursor: Cursor, num_tensors: int) -> None:
         entries = [self._entry(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
@@ -90,7 +68,7 @@ class GGUFFile:
                 )
             self.tensors[name] = tensor
 
-    def _entry(self, cursor: "_Cursor") -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+    def _entry(self, cursor: Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
         name = cursor.string()
         sizes = [cursor.number("Q") for _ in range(cursor.number("I"))]
         number = cursor.number("I")
@@ -128,36 +106,3 @@ class GGUFFile:
                 f"tensor {name} has GGUF type {tensor.kind.name}, which cannot be read"
             ) from error
         return values.reshape(tensor.shape)
-
-
-class _Cursor:
-    """Walks over the header; `offset` is the next byte to read."""
-
-    def __init__(self, data: mmap.mmap, offset: int) -> None:
-        self.data = data
-        self.offset = offset
-
-    def number(self, code: str) -> Any:
-        value = struct.unpack_from(f"<{code}", self.data, self.offset)[0]
-        self.offset += struct.calcsize(f"<{code}")
-        return value
-
-    def string(self) -> str:
-        num_bytes = struct.unpack_from("<Q", self.data, self.offset)[0]
-        start, self.offset = self.offset + 8, self.offset + 8 + num_bytes
-        if self.offset > len(self.data):
-            raise struct.error(f"a string of {num_bytes} bytes reaches beyond the end")
-        return self.data[start : self.offset].decode("utf-8")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            return self.number(_FORMATS[kind])
-        item_kind, num_items = self.number("I"), self.number("Q")
-        if item_kind in (_STRING, _ARRAY):
-            return [self.value(item_kind) for _ in range(num_items)]
-        code = f"<{num_items}{_FORMATS[item_kind]}"
-        items = list(struct.unpack_from(code, self.data, self.offset))
-        self.offset += struct.calcsize(code)
-        return items

@@ -304,7 +304,7 @@ def _max_len_cap(
         slides = (
             "sliding_attention" in layer_types
             if layer_types is not None
-            else positive_int_or_zero(config, "max_window_layers", 28) < num_layers
+            else _int_or_zero(config, "max_window_layers", 28) < num_layers
         )
         window = window if slides else None
     if window is not None and (rope.kind != "dynamic" or window < trained_len):
@@ -317,7 +317,7 @@ def _max_len_cap(
     return None, ""
 
 
-def positive_int_or_zero(config: Mapping[str, Any], field: str, default: int) -> int:
+def _int_or_zero(config: Mapping[str, Any], field: str, default: int) -> int:
     """The field as an integer of at least 0; null and absent are the default."""
     return 0 if config.get(field) == 0 else positive_int(config, field, default)
 

@@ -1,8 +1,8 @@
 """Reads tensors from checkpoints, safetensors or GGUF, and puts them into a model.
 
 Files are mapped, tensors are read one at a time, converted, and placed on the device; so the peak is one copy
-of the model and one tensor. What is missing, unexpected or of the wrong shape is found from the headers,
-before anything is read. `load` calls `load_weights` once.
+of the model and one tensor, beside pages of the files that the system may drop. What is missing, unexpected
+or of the wrong shape is found from the headers, before anything is read. `load` calls `load_weights` once.
 """
 
 import logging

@@ -207,9 +207,8 @@ def _cuda() -> Ops:
 def _cpu() -> Ops:
     try:
         return _load("cpu")
-    except (ImportError, AttributeError) as error:
-        # The extension may have been built before the kernels existed, or not at all. The answers are the
-        # same.
+    except ImportError as error:
+        # The extension has not been built. The answers are the same.
         logger.warning(
             "the compiled CPU kernels are missing (%s); torch computes in their place, slower", error
         )

@@ -95,12 +95,11 @@ def greeting(host: str, port: int, model_name: str) -> str:
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1" if host != "::" else "::1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    question = {
-        "model": model_name,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-    }
+    # Greedy, so that the first answer that a newcomer sees is the model's best one, and short.
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model_name, "messages": question, "temperature": 0, "stream": True})
     # In a shell's single quotes only the quote itself needs care.
-    body = json.dumps({**question, "stream": True}).replace("'", "'\\''")
+    body = body.replace("'", "'\\''")
     return (
         f"Serving {model_name} at {url}\n\n"
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from pagedkv.errors import ModelError
+from pagedkv.gguf_header import read_metadata
 
-from .gguf_metadata import read_metadata
 from .parts import TokenizerParts
 
 # Values of tokenizer.ggml.token_type.
