@@ -29,7 +29,7 @@ class StepHeader:
     def num_sequences(self) -> int: ...
     @property
     def num_decodes(self) -> int:
-        """Sequences with one scheduled token; they come first."""
+        """Leading sequences that decode: one scheduled token, which is sampled."""
     @property
     def num_rows(self) -> int:
         """Rows to sample. A prompt with n samples has n rows that read the same logits."""
@@ -77,13 +77,11 @@ class Core:
         """
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
-    def has_work(self) -> bool:
-        """Whether any request is waiting or running, or an end is still to be reported."""
     def reset_prefix_cache(self) -> int:
         """Forgets every published block; running sequences keep theirs. Returns how many were forgotten."""
 
 class Edge:
-    """The any-thread side of the core. No call blocks."""
+    """The any-thread side of the core. No call but `wait` blocks."""
 
     def submit(
         self,

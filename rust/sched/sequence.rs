@@ -3,25 +3,13 @@
 use crate::block::BlockTable;
 use crate::ids::RequestId;
 
-/// Place in every queue: requests in the order in which they arrived, then their samples.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct QueueKey {
-    pub(super) arrival: u64,
-    pub(super) sample_index: u32,
-}
+use super::queues::QueueKey;
 
-/// Which queue a sequence is in. It is in exactly one.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Status {
-    Waiting,
-    Running,
-}
-
+/// It runs while it has a block table, and waits otherwise.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) request: RequestId,
     pub(super) key: QueueKey,
-    pub(super) status: Status,
     /// Prompt and generated tokens.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: u32,
@@ -54,6 +42,11 @@ impl Sequence {
 
     pub(super) fn table(&self) -> &BlockTable {
         self.table.as_ref().expect("a running sequence has a block table")
+    }
+
+    /// Whether its next step computes one token and samples one.
+    pub(super) fn decodes(&self) -> bool {
+        self.num_remaining() == 1 && self.pending_forks == 0
     }
 
     /// Rows to sample once all its tokens are computed.

@@ -13,5 +13,6 @@ mod block;
 mod cpu_kernels;
 mod edge_stress;
 mod scheduler;
+mod scheduler_random;
 mod simulator;
 mod sync_stress;
