@@ -7,10 +7,25 @@ over through lock-free queues. What a step reads lies in one packed int32 array,
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+__all__ = [
+    "Core",
+    "Edge",
+    "InvalidRequest",
+    "QueueFull",
+    "StepHeader",
+    "copy_blocks",
+    "cpu_features",
+    "cpu_isa",
+    "num_threads",
+    "paged_attention",
+    "rope_cache",
+    "set_num_threads",
+]
 
 class InvalidRequest(ValueError):
     """The request can never be served as it is: the message names field, value and what is allowed."""
@@ -18,6 +33,7 @@ class InvalidRequest(ValueError):
 class QueueFull(RuntimeError):
     """As many requests as the engine accepts are in flight. Try again later."""
 
+@final
 class StepHeader:
     """What a step holds, as counts; the arrays themselves are in the arena."""
 
@@ -39,6 +55,7 @@ class StepHeader:
     def num_ended(self) -> int:
         """Sequences that ended outside a commit: aborted, or finished by the front at a stop string."""
 
+@final
 class Core:
     """The owner of the cache state. One thread at a time may call it; a second caller gets a RuntimeError."""
 
@@ -50,7 +67,7 @@ class Core:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = ...,
         enable_prefix_caching: bool = True,
         max_queued_requests: int = 4096,
     ) -> Core: ...
@@ -80,6 +97,7 @@ class Core:
     def reset_prefix_cache(self) -> int:
         """Forgets every published block; running sequences keep theirs. Returns how many were forgotten."""
 
+@final
 class Edge:
     """The any-thread side of the core. No call but `wait` blocks."""
 
@@ -94,14 +112,15 @@ class Edge:
         top_k: int = 0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = ...,
         ignore_eos: bool = False,
-        num_logprobs: int = -1,
-        salt: bytes = b"",
+        num_logprobs: int = ...,
+        salt: bytes = ...,
     ) -> int:
         """Queues a request and returns its id. Raises InvalidRequest or QueueFull.
 
-        num_logprobs: -1 none, 0 only the sampled token's, k the k most likely ones as well.
+        num_logprobs: -1 (the default) none, 0 only the sampled token's, k the k most likely ones as well. By
+        default there are no stop tokens of its own and the salt is empty.
         """
     def abort(self, request_id: int) -> bool:
         """Asks for the end of a request; its blocks are free by the next step. False if it has ended."""

@@ -159,7 +159,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(256))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn any_sequence_of_operations_gives_lone_run_tokens(
