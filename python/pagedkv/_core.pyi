@@ -116,11 +116,13 @@ class Edge:
         ignore_eos: bool = False,
         num_logprobs: int = ...,
         salt: bytes = ...,
+        priority: int = 0,
     ) -> int:
         """Queues a request and returns its id. Raises InvalidRequest or QueueFull.
 
         num_logprobs: -1 (the default) none, 0 only the sampled token's, k the k most likely ones as well. By
-        default there are no stop tokens of its own and the salt is empty.
+        default there are no stop tokens of its own and the salt is empty. The least priority is served first;
+        requests of equal priority share what there is fairly among salts.
         """
     def abort(self, request_id: int) -> bool:
         """Asks for the end of a request; its blocks are free by the next step. False if it has ended."""

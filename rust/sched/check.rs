@@ -58,7 +58,7 @@ impl Scheduler {
         }
         for (_, sequence) in self.sequences.iter() {
             let has_table = sequence.table.is_some();
-            let (waits, runs) = self.queues.places_of(sequence.key);
+            let (waits, runs) = self.queues.places_of(sequence.tenant, sequence.key);
             if (waits, runs) != (!has_table, has_table) {
                 return Err(format!(
                     "{:?} has a table: {has_table}, waits: {waits}, runs: {runs}",

@@ -23,7 +23,7 @@ impl Scheduler {
     pub(super) fn end_sequence(&mut self, idx: SeqIdx, reason: FinishReason, outside: bool) {
         let mut sequence = self.sequences.remove(idx);
         let request = sequence.request;
-        self.queues.remove(sequence.key);
+        self.queues.remove(sequence.tenant, sequence.key);
         if let Some(table) = sequence.table.as_mut() {
             table.release(&mut self.pool);
         }
@@ -47,6 +47,7 @@ impl Scheduler {
         live.sequences.retain(|&other| other != idx);
         if live.sequences.is_empty() {
             self.requests.remove(request);
+            self.tenants.leave(sequence.tenant);
             self.edge.shared.flags.retire(request);
         }
     }
@@ -62,8 +63,9 @@ impl Scheduler {
             .take()
             .expect("a running sequence has a block table");
         table.release(&mut self.pool);
-        self.queues.remove(sequence.key);
-        self.queues.wait(sequence.key, idx);
+        sequence.num_admitted_before = self.num_admitted;
+        self.queues.remove(sequence.tenant, sequence.key);
+        self.queues.wait(sequence.tenant, sequence.key, idx);
         self.stats.preemptions += 1;
     }
 }

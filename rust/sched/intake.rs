@@ -33,13 +33,16 @@ impl Scheduler {
     fn enqueue(&mut self, mut request: Box<Request>) {
         let id = request.id;
         let tokens = std::mem::take(&mut request.prompt);
+        let tenant = self.tenants.enter(&request.salt);
         let key = QueueKey {
+            priority: request.params.priority,
             arrival: self.num_arrived,
             sample_index: 0,
         };
         self.num_arrived += 1;
         let idx = self.sequences.insert(Sequence {
             request: id,
+            tenant,
             key,
             prompt_len: u32::try_from(tokens.len()).expect("submit bounds the prompt"),
             tokens,
@@ -48,9 +51,13 @@ impl Scheduler {
             pending_forks: request.params.n - 1,
             num_computed_before: 0,
             num_preemptions: 0,
+            hashes: Vec::new(),
+            num_passed: 0,
+            num_deferrals: 0,
+            num_admitted_before: self.num_admitted,
             last_step: 0,
         });
-        self.queues.wait(key, idx);
+        self.queues.wait(tenant, key, idx);
         self.requests.insert(LiveRequest {
             request,
             sequences: vec![idx],

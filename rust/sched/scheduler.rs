@@ -10,7 +10,9 @@ use crate::ids::{BlockId, RequestId};
 use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, inbox};
 
 use super::edge::{Edge, Shared};
+use super::fairness::Tenants;
 use super::live::LiveRequests;
+use super::policy;
 use super::queues::{QueueKey, Queues};
 use super::request::{FinishReason, Request};
 use super::sequence::Sequence;
@@ -35,6 +37,7 @@ pub struct Scheduler {
     pub(super) sequences: Slab<Sequence>,
     pub(super) requests: LiveRequests,
     pub(super) queues: Queues,
+    pub(super) tenants: Tenants,
     /// The step being built, or in flight.
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
@@ -45,6 +48,8 @@ pub struct Scheduler {
     /// Kept to be filled again by the next lookup.
     pub(super) hit: PrefixHit,
     pub(super) num_arrived: u64,
+    /// Admissions of all sequences, repeated ones too: the clock by which waiting is measured.
+    pub(super) num_admitted: u64,
     pub(super) inbox: Receiver<Box<Request>>,
     pub(super) edge: Edge,
 }
@@ -78,6 +83,7 @@ impl Scheduler {
             sequences: Slab::new(),
             requests: LiveRequests::new(capacity),
             queues: Queues::default(),
+            tenants: Tenants::default(),
             scheduled: Vec::new(),
             copies: Vec::new(),
             ended: VecDeque::new(),
@@ -86,6 +92,7 @@ impl Scheduler {
             stats: Stats::default(),
             hit: PrefixHit::default(),
             num_arrived: 0,
+            num_admitted: 0,
             inbox: receiver,
             edge: Edge {
                 shared,
@@ -269,15 +276,17 @@ impl Scheduler {
         }
     }
 
-    /// The newest running sequence that is newer than `idx` and not part of this step.
+    /// A running sequence behind `idx` that is not part of this step, chosen by `policy`.
     ///
-    /// Without one, `idx` keeps its blocks and sits the step out. The oldest sequence is never a victim, and it can
+    /// Without one, `idx` keeps its blocks and sits the step out. The first sequence is never a victim, and it can
     /// take every block that no sequence of this step holds, so something always gets on.
     fn victim(&self, idx: SeqIdx) -> Option<SeqIdx> {
         let key = self.sequences.get(idx).key;
-        self.queues
-            .running_after(key)
-            .find(|&other| self.sequences.get(other).last_step != self.step_id)
+        let spare = |&other: &SeqIdx| self.sequences.get(other).last_step != self.step_id;
+        self.queues.running_after(key).filter(spare).max_by_key(|&other| {
+            let sequence = self.sequences.get(other);
+            policy::victim_rank(sequence.key, sequence.num_preemptions)
+        })
     }
 
     pub(super) fn push_part(&mut self, part: Scheduled, budget: &mut Budget) {
@@ -339,7 +348,10 @@ impl Scheduler {
             .min(part.num_tokens);
         self.stats.recomputed_tokens += u64::from(num_again);
         let num_prompt = sequence.prompt_len.saturating_sub(start).min(part.num_tokens);
-        self.stats.prompt_tokens += u64::from(num_prompt.saturating_sub(num_again));
+        let num_new_prompt = num_prompt.saturating_sub(num_again);
+        self.stats.prompt_tokens += u64::from(num_new_prompt);
+        self.tenants
+            .charge(sequence.tenant, num_new_prompt, part.num_rows);
         self.stats.scheduled_tokens += u64::from(part.num_tokens);
         let table = sequence
             .table
@@ -372,7 +384,7 @@ impl Scheduler {
     fn fork(&mut self, parent: SeqIdx, sample_index: u32, token: u32) -> SeqIdx {
         let has_place = self.queues.num_running() < self.config.max_num_seqs as usize;
         let sequence = self.sequences.get(parent);
-        let request = sequence.request;
+        let (request, tenant) = (sequence.request, sequence.tenant);
         let key = QueueKey {
             sample_index,
             ..sequence.key
@@ -381,6 +393,7 @@ impl Scheduler {
         tokens.push(token);
         let idx = self.sequences.insert(Sequence {
             request,
+            tenant,
             key,
             tokens,
             prompt_len: sequence.prompt_len,
@@ -389,12 +402,16 @@ impl Scheduler {
             pending_forks: 0,
             num_computed_before: sequence.num_computed,
             num_preemptions: 0,
+            hashes: Vec::new(),
+            num_passed: 0,
+            num_deferrals: 0,
+            num_admitted_before: self.num_admitted,
             last_step: 0,
         });
         if has_place {
             self.queues.run(key, idx);
         } else {
-            self.queues.wait(key, idx);
+            self.queues.wait(tenant, key, idx);
         }
         self.requests.of_mut(request).sequences.push(idx);
         idx

@@ -3,12 +3,14 @@
 use crate::block::BlockTable;
 use crate::ids::RequestId;
 
+use super::fairness::TenantIdx;
 use super::queues::QueueKey;
 
 /// It runs while it has a block table, and waits otherwise.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) request: RequestId,
+    pub(super) tenant: TenantIdx,
     pub(super) key: QueueKey,
     /// Prompt and generated tokens.
     pub(super) tokens: Vec<u32>,
@@ -22,6 +24,14 @@ pub(super) struct Sequence {
     /// Tokens computed before the last preemption: computing them again is no new work.
     pub(super) num_computed_before: u32,
     pub(super) num_preemptions: u32,
+    /// Chain hashes of its full blocks as of the last admission, to see who computes what others wait for.
+    pub(super) hashes: Vec<u64>,
+    /// Steps in which it did not fit and another one was looked at instead.
+    pub(super) num_passed: u32,
+    /// Steps in which it waited for a block that another sequence was computing.
+    pub(super) num_deferrals: u32,
+    /// Admissions of any sequence before it began to wait.
+    pub(super) num_admitted_before: u64,
     /// The number of the last step that holds it: such a sequence is no victim of that step.
     pub(super) last_step: u64,
 }

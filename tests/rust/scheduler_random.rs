@@ -15,6 +15,7 @@ struct Submit {
     n: u32,
     salt: u8,
     stop_token: Option<u32>,
+    priority: i32,
 }
 
 #[derive(Clone, Debug)]
@@ -39,8 +40,9 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
         prop_oneof![4 => Just(1u32), 1 => 2u32..5],
         0u8..2,
         prop::option::weighted(0.2, 1u32..40),
+        -1i32..2,
     )
-        .prop_map(|(seed, len, max_tokens, n, salt, stop_token)| {
+        .prop_map(|(seed, len, max_tokens, n, salt, stop_token, priority)| {
             Operation::Submit(Submit {
                 seed,
                 len,
@@ -48,6 +50,7 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
                 n,
                 salt,
                 stop_token,
+                priority,
             })
         });
     let operation = prop_oneof![
@@ -108,6 +111,7 @@ impl World {
         let params = SamplingParams {
             n: submit.n,
             seed: u64::from(submit.seed),
+            priority: submit.priority,
             stop_token_ids: submit.stop_token.into_iter().collect(),
             ..greedy(submit.max_tokens)
         };
