@@ -18,7 +18,6 @@ from pagedkv.ops.reference import linear, logprobs, rms_norm, sample, silu_mul
 
 __all__ = [
     "copy_blocks",
-    "device_type",
     "linear",
     "logprobs",
     "name",
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 name = "cpu"
-device_type = "cpu"
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
