@@ -1,5 +1,6 @@
 //! The sizes that the core is built with. They never change while it runs.
 
+use crate::block::Eviction;
 use crate::error::InvalidConfig;
 
 /// Samples that one request may ask for.
@@ -26,6 +27,8 @@ pub struct CoreConfig {
     pub eos_token_ids: Vec<u32>,
     /// Whether computed blocks can be found again by their prefix.
     pub prefix_caching: bool,
+    /// Which cached block is given up when none is free.
+    pub eviction: Eviction,
     /// Requests that may be in flight, waiting or running.
     pub max_queued_requests: u32,
 }

@@ -80,6 +80,7 @@ impl Scheduler {
             num_blocks: config.num_blocks,
             block_size: config.block_size,
             prefix_caching: config.prefix_caching,
+            eviction: config.eviction,
             hash_key,
         });
         let mut scheduler = Self {
