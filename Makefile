@@ -13,7 +13,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build serve test test-rust test-loom test-python lint format bench clean distclean check missing
+.PHONY: help build serve test test-rust test-loom test-python lint lint-python lint-rust format bench clean distclean check missing
 
 SAY := @printf '==> %s\n'
 BIN := $(VENV)/bin
@@ -58,12 +58,16 @@ test-python: build $(VENV)/stamp-test ## Run the Python tests: make test-python 
 	$(SAY) "Python tests"
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: build $(VENV)/stamp-test $(VENV)/stamp-dev ## Check formatting, types and lints, Rust and Python
+lint: lint-python lint-rust ## Check formatting, types and lints, Rust and Python
+
+lint-python: build $(VENV)/stamp-test $(VENV)/stamp-dev
 	$(SAY) "Python: format, lints, types"
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy --strict
 	MYPYPATH=python $(BIN)/python -m mypy.stubtest pagedkv._core
+
+lint-rust: build
 	$(SAY) "Rust: format, lints without and with the bindings"
 	cargo fmt --check
 	cargo clippy --all-targets -- -D warnings

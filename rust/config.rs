@@ -79,9 +79,4 @@ impl CoreConfig {
     pub const fn max_rows(&self) -> u32 {
         self.max_num_seqs + MAX_SAMPLES
     }
-
-    /// Blocks kept free when a request is admitted beside running ones, so that these can grow: one percent.
-    pub const fn watermark(&self) -> u32 {
-        self.num_blocks / 100
-    }
 }

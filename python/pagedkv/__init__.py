@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pagedkv.config import EngineConfig
     from pagedkv.errors import EngineDead, InvalidRequest, ModelError, PagedKVError, QueueFull, RequestFailed
     from pagedkv.llm import LLM
-    from pagedkv.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from pagedkv.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SampleChange
     from pagedkv.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [
     "RequestFailed",
     "RequestMetrics",
     "RequestOutput",
+    "SampleChange",
     "SamplingParams",
     "__version__",
 ]
@@ -49,6 +50,7 @@ _HOME = {
     "RequestFailed": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "SampleChange": "outputs",
     "SamplingParams": "sampling_params",
 }
 

@@ -7,10 +7,25 @@ over through lock-free queues. What a step reads lies in one packed int32 array,
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+__all__ = [
+    "Core",
+    "Edge",
+    "InvalidRequest",
+    "QueueFull",
+    "StepHeader",
+    "copy_blocks",
+    "cpu_features",
+    "cpu_isa",
+    "num_threads",
+    "paged_attention",
+    "rope_cache",
+    "set_num_threads",
+]
 
 class InvalidRequest(ValueError):
     """The request can never be served as it is: the message names field, value and what is allowed."""
@@ -18,6 +33,7 @@ class InvalidRequest(ValueError):
 class QueueFull(RuntimeError):
     """As many requests as the engine accepts are in flight. Try again later."""
 
+@final
 class StepHeader:
     """What a step holds, as counts; the arrays themselves are in the arena."""
 
@@ -29,7 +45,7 @@ class StepHeader:
     def num_sequences(self) -> int: ...
     @property
     def num_decodes(self) -> int:
-        """Sequences with one scheduled token; they come first."""
+        """Leading sequences that decode: one scheduled token, which is sampled."""
     @property
     def num_rows(self) -> int:
         """Rows to sample. A prompt with n samples has n rows that read the same logits."""
@@ -39,6 +55,7 @@ class StepHeader:
     def num_ended(self) -> int:
         """Sequences that ended outside a commit: aborted, or finished by the front at a stop string."""
 
+@final
 class Core:
     """The owner of the cache state. One thread at a time may call it; a second caller gets a RuntimeError."""
 
@@ -50,7 +67,7 @@ class Core:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = ...,
         enable_prefix_caching: bool = True,
         eviction: str = "turn",
         max_queued_requests: int = 4096,
@@ -78,13 +95,12 @@ class Core:
         """
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
-    def has_work(self) -> bool:
-        """Whether any request is waiting or running, or an end is still to be reported."""
     def reset_prefix_cache(self) -> int:
         """Forgets every published block; running sequences keep theirs. Returns how many were forgotten."""
 
+@final
 class Edge:
-    """The any-thread side of the core. No call blocks."""
+    """The any-thread side of the core. No call but `wait` blocks."""
 
     def submit(
         self,
@@ -97,14 +113,17 @@ class Edge:
         top_k: int = 0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = ...,
         ignore_eos: bool = False,
-        num_logprobs: int = -1,
-        salt: bytes = b"",
+        num_logprobs: int = ...,
+        salt: bytes = ...,
+        priority: int = 0,
     ) -> int:
         """Queues a request and returns its id. Raises InvalidRequest or QueueFull.
 
-        num_logprobs: -1 none, 0 only the sampled token's, k the k most likely ones as well.
+        num_logprobs: -1 (the default) none, 0 only the sampled token's, k the k most likely ones as well. By
+        default there are no stop tokens of its own and the salt is empty. The least priority is served first;
+        requests of equal priority share what there is fairly among salts.
         """
     def abort(self, request_id: int) -> bool:
         """Asks for the end of a request; its blocks are free by the next step. False if it has ended."""

@@ -10,30 +10,28 @@ import atexit
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 
 from pagedkv._core import Core
-from pagedkv.config import EngineConfig, EngineOptions
-from pagedkv.engine import EngineThread, StepEvents
+from pagedkv.base_llm import BaseLLM
+from pagedkv.engine import Engine, EngineThread
 from pagedkv.errors import EngineDead
-from pagedkv.loading import load
-from pagedkv.outputs import RequestOutput
-from pagedkv.request import Prompt
+from pagedkv.events import StepEvents
+from pagedkv.outputs import RequestMetrics, RequestOutput, SampleChange
+from pagedkv.request import Prompt, Request
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState
-
-if TYPE_CHECKING:
-    from pagedkv.models import ModelConfig
-    from pagedkv.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
 class Stream:
-    """The growing answer to one request: an async iterator of `RequestOutput`.
+    """The growing answer to one request: an async iterator of `RequestOutput`, or of changes.
 
-    Every item holds the whole answer so far; steps that went by while nobody waited are joined into one item.
-    The last item is finished. Raises what made the request fail: RequestFailed or EngineDead.
+    Read it in one of two ways, not in both. Iterated over, every item holds the whole answer so far, and the
+    last one is finished. `changes` gives only what is new, at a cost that does not grow with the answer.
+    Steps that went by while nobody waited are joined into one item in either way. Both raise what made the
+    request fail: RequestFailed or EngineDead.
 
     Attributes:
         request_id: as the caller chose it.
@@ -46,18 +44,47 @@ class Stream:
         self._news = asyncio.Event()
         self._exhausted = False
 
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as the model reads it."""
+        return self._state.request.prompt_token_ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt whose keys and values were found in the cache; known with the first token."""
+        return self._state.num_cached_tokens
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """When things happened, as far as they have."""
+        return self._state.metrics
+
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> RequestOutput:
         if self._exhausted:
             raise StopAsyncIteration
+        await self._wait()
+        return self._state.output()
+
+    async def changes(self) -> AsyncGenerator[list[SampleChange], None]:
+        """Yields what is new of the answers that have something new, until all have ended.
+
+        Close it where it is left early; the request goes on until it is aborted.
+        """
+        while not self._exhausted:
+            await self._wait()
+            if changes := self._state.take_changes():
+                yield changes
+
+    async def _wait(self) -> None:
+        """Waits for news; notes if they are the last. Raises the request's error."""
         await self._news.wait()
         self._news.clear()
         self._exhausted = self._state.finished
         if self._state.error is not None:
             raise self._state.error
-        return self._state.output()
 
     def abort(self) -> None:
         """Ends the request; its blocks are free one step later. Nothing happens if it has ended.
@@ -71,32 +98,15 @@ class Stream:
         self._news.set()
 
 
-class AsyncLLM:
+class AsyncLLM(BaseLLM):
     """Generates answers concurrently.
 
-    All methods but `stats` and `heartbeat_age` belong to the thread of one event loop.
+    All methods but `prepare`, `stats` and `heartbeat_age` belong to the thread of one event loop.
 
     The arguments are the fields of `EngineConfig`, which says what they mean and allow.
     """
 
-    def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
-        """Loads the model and starts the engine's thread, which `shutdown` ends.
-
-        Raises:
-            ValueError: an option, or a combination of options and model, is not allowed.
-            ModelError: the model cannot be found, read or run.
-        """
-        self._start(EngineConfig(model=model, **options))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """The same from an `EngineConfig`."""
-        llm = cls.__new__(cls)
-        llm._start(config)
-        return llm
-
-    def _start(self, config: EngineConfig) -> None:
-        engine, self._front = load(config)
+    def _start(self, engine: Engine) -> None:
         self._edge = engine.edge
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[int, Stream] = {}
@@ -114,26 +124,6 @@ class AsyncLLM:
         await self.shutdown()
 
     @property
-    def config(self) -> EngineConfig:
-        """The options, as they were given."""
-        return self._front.config
-
-    @property
-    def model_config(self) -> "ModelConfig":
-        """The shape of the model."""
-        return self._front.model_config
-
-    @property
-    def tokenizer(self) -> "Tokenizer":
-        """The model's tokenizer."""
-        return self._front.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens that prompt and answer may have together."""
-        return self._front.limits.max_model_len
-
-    @property
     def is_alive(self) -> bool:
         """Whether the engine's thread serves requests."""
         return self._thread.is_alive
@@ -145,7 +135,7 @@ class AsyncLLM:
 
     @property
     def heartbeat_age(self) -> float:
-        """Seconds since the engine last began a step or looked for one. A large value means that it hangs."""
+        """Seconds since the engine last showed that it goes on; see `EngineThread.heartbeat_age`."""
         return self._thread.heartbeat_age
 
     async def generate(
@@ -179,9 +169,39 @@ class AsyncLLM:
         finally:
             stream.abort()
 
-    def submit(
+    def prepare(
         self,
         prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        salt: bytes = b"",
+        add_special_tokens: bool = True,
+        default_max_tokens: int | None = None,
+    ) -> Request:
+        """Encodes and checks a prompt without submitting it. Any thread may call this.
+
+        Args:
+            prompt: as in `generate`.
+            sampling_params: as in `generate`.
+            salt: as in `generate`.
+            add_special_tokens: whether a text gets the BOS and EOS that the tokenizer adds.
+            default_max_tokens: tokens to generate where max_tokens is None, fewer if the context leaves less
+                room. None: all that it leaves.
+
+        Raises:
+            InvalidRequest: the request can never be served; its `field` says what has to change.
+        """
+        return self._front.request(
+            prompt,
+            sampling_params or SamplingParams(),
+            salt=salt,
+            add_special_tokens=add_special_tokens,
+            default_max_tokens=default_max_tokens,
+        )
+
+    def submit(
+        self,
+        prompt: Prompt | Request,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -189,14 +209,18 @@ class AsyncLLM:
     ) -> Stream:
         """The same as `generate`, but a refusal is raised at once, before anything has been awaited.
 
-        The caller has to `abort` the stream if it stops reading early.
+        A request from `prepare` brings its parameters and its salt itself. The caller has to `abort` the
+        stream if it stops reading early.
         """
         self._require_alive()
-        request = self._front.request(prompt, sampling_params or SamplingParams(), salt=salt)
         self._bind_loop()
+        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling_params, salt=salt)
         state = self._front.submit(request, request_id)
         stream = Stream(state, self._abort_state)
         self._streams[state.core_id] = stream
+        if not self._thread.is_alive:
+            # It ended after the look above, and may have told the loop before this stream was there.
+            self._fail_all()
         return stream
 
     def abort(self, request_id: str) -> bool:

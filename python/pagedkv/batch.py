@@ -2,16 +2,19 @@
 
 `rust/sched/step.rs` defines the layout. Word 0 is the version, word 1 the number of sections, then come
 (offset, length) in words for each section. Sections are found through that directory only, so a section may
-be added without moving the others. The runner builds one `StepBatch` a step; the model and the operations
-read it.
+be added without moving the others. The runner builds one `StepBatch` a step, which the model and the
+operations read; the engine reads the sections for the host, "rows" and "ended", through `arena_section`.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedkv.ops import SamplingRows
+Words = TypeVar("Words", Tensor, NDArray[np.int32])
 
 ARENA_VERSION = 1
 _SECTIONS = (
@@ -32,13 +35,70 @@ _SECTIONS = (
 )
 # Sections that are tables, with their number of columns.
 _COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4}
+# Sections that `StepBatch` holds as they are. The rest is decoded, or stays on the host.
+_TENSORS = set(_SECTIONS) - {"sampling", "swaps", "rows", "ended"}
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """How each row of logits is to be sampled; one entry a row, all on the device of the logits.
+
+    The flags are known on the host, so that a step of greedy rows costs no sorting and no wait for the
+    device.
+    """
+
+    temperature: Tensor  # f32 [R]; 0 is greedy
+    top_p: Tensor  # f32 [R]; 1 keeps all
+    min_p: Tensor  # f32 [R]; 0 keeps all
+    top_k: Tensor  # i64 [R]; 0 or less keeps all
+    seed_low: Tensor  # i64 [R], 0..2^32-1
+    seed_high: Tensor  # i64 [R], 0..2^32-1
+    sample_index: Tensor  # i64 [R]
+    position: Tensor  # i64 [R], the index that the sampled token will have in its sequence
+    num_logprobs: Tensor  # i64 [R]; -1 none, 0 only the sampled token's
+    all_greedy: bool
+    any_filter: bool
+    max_num_logprobs: int
+
+    @staticmethod
+    def from_words(words: Tensor, device: torch.device | None = None) -> "SamplingRows":
+        """Decodes the arena's section of sampling parameters.
+
+        Args:
+            words: i32 [R, 9] on the host: temperature, top_p and min_p as float32 bits, top_k, seed low, seed
+                high, sample_index, position, num_logprobs.
+            device: Where the result shall be; the host if None.
+        """
+        floats = words[:, :3].view(torch.float32)
+        temperature, top_p, min_p = floats.unbind(1)
+        top_k, num_logprobs = words[:, 3], words[:, 8]
+        any_filter = bool(((top_p < 1) | (min_p > 0) | (top_k > 0)).any())
+        device = device or words.device
+        floats = floats.to(device)
+        integers = words[:, 3:].to(device).to(torch.int64)
+        # The seed is 64 bits in two signed words; Philox wants two unsigned ones.
+        seeds = integers[:, 1:3] & 0xFFFFFFFF
+        return SamplingRows(
+            temperature=floats[:, 0],
+            top_p=floats[:, 1],
+            min_p=floats[:, 2],
+            top_k=integers[:, 0],
+            seed_low=seeds[:, 0],
+            seed_high=seeds[:, 1],
+            sample_index=integers[:, 3],
+            position=integers[:, 4],
+            num_logprobs=integers[:, 5],
+            all_greedy=bool((temperature == 0).all()),
+            any_filter=any_filter,
+            max_num_logprobs=int(num_logprobs.max()) if len(words) else -1,
+        )
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """What forward and sampling read: T tokens of S sequences, R rows to sample. int32 unless noted.
 
-    Sequences with one scheduled token, the decodes, come first. `rows` and `ended` stay on the host.
+    Sequences with one scheduled token, the decodes, come first.
     """
 
     token_ids: Tensor  # [T]
@@ -52,26 +112,7 @@ class StepBatch:
     sample_rows: Tensor  # [R]; index of the token whose logits are sampled; may repeat
     sampling: SamplingRows  # R rows
     copies: Tensor  # [C, 2]; (source, destination), to be done before anything is written
-    rows: Tensor  # [R, 4] on the host; request id low, high, sample_index, num_cached_tokens
-    ended: Tensor  # [E, 4] on the host; request id low, high, sample_index, reason
     num_decodes: int
-    max_query_len: int
-    max_seq_len: int
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return len(self.token_ids)
-
-    @property
-    def num_sequences(self) -> int:
-        """S."""
-        return len(self.seq_lens)
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return len(self.sample_rows)
 
     @staticmethod
     def from_arena(arena: Tensor, num_decodes: int, device: torch.device | str | None = None) -> "StepBatch":
@@ -86,30 +127,31 @@ class StepBatch:
             ValueError: The arena is not of this version, or its directory does not fit its length.
         """
         directory = _directory(arena)
-        end = max(offset + length for offset, length in directory)
+        end = max(offset + length for offset, length in directory.values())
         target = torch.device(device or "cpu")
         placed = arena[:end] if target.type == "cpu" else arena[:end].to(target, non_blocking=True)
-
-        def section(name: str, words: Tensor) -> Tensor:
-            offset, length = directory[_SECTIONS.index(name)]
-            flat = words[offset : offset + length]
-            return flat.view(-1, _COLUMNS[name]) if name in _COLUMNS else flat
-
-        query_start, seq_lens = section("query_start", arena), section("seq_lens", arena)
-        query_lens = query_start[1:] - query_start[:-1]
-        plain = set(_SECTIONS) - {"sampling", "swaps", "rows", "ended"}
         return StepBatch(
-            **{name: section(name, placed) for name in plain},
-            sampling=SamplingRows.from_words(section("sampling", arena), target),
-            rows=section("rows", arena),
-            ended=section("ended", arena),
+            **{name: _view(placed, directory, name) for name in _TENSORS},
+            sampling=SamplingRows.from_words(_view(arena, directory, "sampling"), target),
             num_decodes=num_decodes,
-            max_query_len=int(query_lens.max()) if len(query_lens) else 0,
-            max_seq_len=int(seq_lens.max()) if len(seq_lens) else 0,
         )
 
 
-def _directory(arena: Tensor) -> list[tuple[int, int]]:
+def arena_section(arena: Words, name: str) -> Words:
+    """One section of an arena, without a copy; tables are [entries, columns].
+
+    Raises ValueError if the arena is not of this version, or its directory does not fit its length.
+    """
+    return _view(arena, _directory(arena), name)
+
+
+def _view(words: Words, directory: dict[str, tuple[int, int]], name: str) -> Words:
+    offset, length = directory[name]
+    flat = words[offset : offset + length]
+    return flat.reshape(-1, _COLUMNS[name]) if name in _COLUMNS else flat
+
+
+def _directory(arena: Tensor | NDArray[np.int32]) -> dict[str, tuple[int, int]]:
     """Offset and length of each section, checked against the arena."""
     version, num_sections = arena[:2].tolist()
     if version != ARENA_VERSION:
@@ -117,8 +159,8 @@ def _directory(arena: Tensor) -> list[tuple[int, int]]:
     if num_sections < len(_SECTIONS):
         raise ValueError(f"the arena has {num_sections} sections; this code reads {len(_SECTIONS)}")
     words = arena[2 : 2 + 2 * len(_SECTIONS)].tolist()
-    directory = list(zip(words[0::2], words[1::2], strict=True))
-    for name, (offset, length) in zip(_SECTIONS, directory, strict=True):
+    places = list(zip(words[0::2], words[1::2], strict=True))
+    for name, (offset, length) in zip(_SECTIONS, places, strict=True):
         if offset < 0 or length < 0 or offset + length > len(arena):
             raise ValueError(f"section {name} is {length} words at {offset}; the arena has {len(arena)}")
-    return directory
+    return dict(zip(_SECTIONS, places, strict=True))

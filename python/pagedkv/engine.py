@@ -13,29 +13,19 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv._core import Core
+from pagedkv.batch import arena_section
 from pagedkv.errors import EngineDead
-from pagedkv.runner import ModelRunner, RowLogprobs
+from pagedkv.events import ERROR, StepEvents
+from pagedkv.runner import ModelRunner
 
 logger = logging.getLogger("pagedkv")
 T = TypeVar("T")
-
-# Where the arena's directory names the two sections that are read here; `rust/sched/step.rs` defines them.
-_ROWS: Final = 12
-_ENDED: Final = 13
-
-# States of a row after a commit, and reasons of a sequence that ended outside one.
-RUNNING: Final = 0
-STOP: Final = 1
-LENGTH: Final = 2
-ABORT: Final = 3
-ERROR: Final = 4
 
 # Without news the thread looks around this often, which is also how it shows that it is alive.
 IDLE_WAIT_S: Final = 0.25
@@ -43,35 +33,6 @@ IDLE_WAIT_S: Final = 0.25
 # pass lets go and comes back many times a step; at the usual 5 ms each return could wait that long for a busy
 # asyncio thread.
 SWITCH_INTERVAL_S: Final = 1e-4
-
-
-@dataclass(slots=True)
-class StepEvents:
-    """What one step brought about. The first lists have one entry per sampled row.
-
-    Attributes:
-        request_ids: the core's ids.
-        sample_idxs: which of the request's n samples.
-        num_cached_tokens: prompt tokens that were found in the cache.
-        token_ids: what was sampled.
-        states: RUNNING, STOP or LENGTH.
-        logprobs: of the rows that asked, by row.
-        ended: (request id, sample index, reason) of sequences that ended outside a commit.
-        error: why the step before failed, where a reason is ERROR.
-        started_s: when the step began, in seconds of `time.monotonic`.
-        finished_s: when it was committed.
-    """
-
-    request_ids: list[int]
-    sample_idxs: list[int]
-    num_cached_tokens: list[int]
-    token_ids: list[int]
-    states: list[int]
-    logprobs: RowLogprobs | None
-    ended: list[tuple[int, int, int]]
-    error: str | None
-    started_s: float
-    finished_s: float
 
 
 class Engine:
@@ -107,7 +68,7 @@ class Engine:
             self.last_error = error
             self.runner.probe()
             return events
-        rows = _section(self._arena, _ROWS)
+        rows = arena_section(self._arena, "rows")
         events.request_ids, events.sample_idxs = _request_ids(rows), rows[:, 2].tolist()
         events.num_cached_tokens = rows[:, 3].tolist()
         events.states = self.core.commit(header.step_id, result.tokens).tolist()
@@ -124,18 +85,12 @@ class Engine:
             pass
 
     def _events_before_forward(self, started: float) -> StepEvents:
-        ended = _section(self._arena, _ENDED)
+        ended = arena_section(self._arena, "ended")
         triples = list(zip(_request_ids(ended), ended[:, 2].tolist(), ended[:, 3].tolist(), strict=True))
         error = None
         if any(reason == ERROR for _, _, reason in triples):
             error = f"{type(self.last_error).__name__}: {self.last_error}"
         return StepEvents([], [], [], [], [], None, triples, error, started, started)
-
-
-def _section(arena: NDArray[np.int32], idx: int) -> NDArray[np.int32]:
-    """A section of four words an entry, as [entries, 4]."""
-    offset, length = arena[2 + 2 * idx : 4 + 2 * idx].tolist()
-    return arena[offset : offset + length].reshape(-1, 4)
 
 
 def _request_ids(rows: NDArray[np.int32]) -> list[int]:
@@ -163,12 +118,13 @@ class EngineThread:
         self._ended = False
         self._beat = time.monotonic()
         self.error: BaseException | None = None
+        engine.runner.before_layer = self._note_beat
         self._thread = threading.Thread(target=self._run, name="pagedkv-engine", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._beat = time.monotonic()
+        self._note_beat()
         self._thread.start()
 
     def stop(self, timeout_s: float = 60.0) -> None:
@@ -185,7 +141,11 @@ class EngineThread:
 
     @property
     def heartbeat_age(self) -> float:
-        """Seconds since the thread last began a step or looked for one. Idle, it stays under IDLE_WAIT_S."""
+        """Seconds since the thread last began a step, a layer of the model, or looked for a step.
+
+        Idle, it stays under IDLE_WAIT_S. A step with a long prompt may take minutes on few cores, a layer of
+        it does not.
+        """
         return time.monotonic() - self._beat
 
     def ask(self, question: Callable[[Core], T]) -> Future[T]:
@@ -203,14 +163,20 @@ class EngineThread:
         return future
 
     def _run(self) -> None:
+        unchecked = False
         try:
             while not self._stopping:
-                self._beat = time.monotonic()
+                self._note_beat()
                 self._answer_questions()
                 events = self._engine.step()
                 if events is None:
+                    if unchecked:
+                        self._check_invariants()
+                    unchecked = False
                     self._engine.edge.wait(IDLE_WAIT_S)
-                elif events.request_ids or events.ended:
+                    continue
+                unchecked = True
+                if events.request_ids or events.ended:
                     self._post(events)
             reason: BaseException = EngineDead("the engine was shut down")
         except BaseException as error:
@@ -220,6 +186,16 @@ class EngineThread:
         self._ended = True
         self._refuse_questions()
         self._died(reason)
+
+    def _note_beat(self) -> None:
+        self._beat = time.monotonic()
+
+    def _check_invariants(self) -> None:
+        """Looks the cache over once the work is done. What it finds is a bug, but not yet a wrong answer."""
+        try:
+            self._engine.core.check_invariants()
+        except RuntimeError as error:
+            logger.error("the cache is inconsistent, please report this: %s", error)
 
     def _answer_questions(self) -> None:
         while self._questions:

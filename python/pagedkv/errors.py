@@ -1,14 +1,14 @@
 """The exceptions that pagedkv raises on purpose; everything else is a bug.
 
-`PagedKVError` is the root of those defined in Python. `InvalidRequest` and `QueueFull` come from the Rust
-core and are re-exported here, so that callers need only this module; they are looked up on first use, because
-loading a model or doing memory arithmetic needs no compiled core.
+`PagedKVError` is the root of those defined in Python. `QueueFull` comes from the Rust core and is re-exported
+here, so that callers need only this module; it is looked up on first use, so that a core that is not built
+can be reported instead of ending the import.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagedkv._core import InvalidRequest, QueueFull
+    from pagedkv._core import QueueFull
 
 __all__ = [
     "BackendUnavailable",
@@ -29,6 +29,19 @@ class ModelError(PagedKVError, ValueError):
     """A model cannot be found, read or run: the message names the file or field, and what is allowed."""
 
 
+class InvalidRequest(PagedKVError, ValueError):
+    """A request can never be served as it is: the message names the field, its value and what is allowed.
+
+    Attributes:
+        field: the parameter that has to change ("prompt", "max_tokens", ...). None where it is not a single
+            one.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class BackendUnavailable(PagedKVError, RuntimeError):
     """The operations were asked for on a device that they cannot run on here."""
 
@@ -42,8 +55,8 @@ class RequestFailed(PagedKVError, RuntimeError):
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("InvalidRequest", "QueueFull"):
+    if name == "QueueFull":
         from pagedkv import _core
 
-        return getattr(_core, name)
+        return _core.QueueFull
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

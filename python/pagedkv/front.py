@@ -6,8 +6,10 @@ limits that requests are checked against, the seeds of requests that bring none,
 
 from typing import TYPE_CHECKING, Final
 
+from pagedkv import _core
 from pagedkv._core import Edge
 from pagedkv.config import EngineConfig
+from pagedkv.errors import InvalidRequest
 from pagedkv.request import Limits, Prompt, Request, make_request
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState, Streams
@@ -36,7 +38,7 @@ class Seeds:
 
 
 class Front:
-    """Checks, encodes and submits requests. One thread at a time may use it.
+    """Checks, encodes and submits requests. One thread at a time may submit.
 
     Attributes:
         config: the options as given.
@@ -64,27 +66,49 @@ class Front:
         self._seeds = Seeds(seed)
         self._num_submitted = 0
 
-    def request(self, prompt: Prompt, params: SamplingParams, *, salt: bytes = b"") -> Request:
-        """Encodes and checks a prompt. Raises InvalidRequest."""
-        return make_request(prompt, params, self.tokenizer, self.limits, salt=salt)
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        salt: bytes = b"",
+        add_special_tokens: bool = True,
+        default_max_tokens: int | None = None,
+    ) -> Request:
+        """Encodes and checks a prompt, as `make_request` does. Any thread may call this.
+
+        Raises InvalidRequest.
+        """
+        return make_request(
+            prompt,
+            params,
+            self.tokenizer,
+            self.limits,
+            salt=salt,
+            add_special_tokens=add_special_tokens,
+            default_max_tokens=default_max_tokens,
+        )
 
     def submit(self, request: Request, request_id: str | None = None) -> RequestState:
         """Hands a request to the core. Raises InvalidRequest if it could never be served, or QueueFull."""
         params = request.params
-        core_id = self.edge.submit(
-            request.token_array(),
-            max_tokens=request.max_tokens,
-            n=params.n,
-            temperature=float(params.temperature),
-            top_p=float(params.top_p),
-            top_k=max(params.top_k, 0),
-            min_p=float(params.min_p),
-            seed=self._seed_of(request),
-            stop_token_ids=params.stop_ids,
-            ignore_eos=params.ignore_eos,
-            num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            salt=request.salt,
-        )
+        try:
+            core_id = self.edge.submit(
+                request.tokens,
+                max_tokens=request.max_tokens,
+                n=params.n,
+                temperature=float(params.temperature),
+                top_p=float(params.top_p),
+                top_k=max(params.top_k, 0),
+                min_p=float(params.min_p),
+                seed=self._seed_of(request),
+                stop_token_ids=params.stop_ids,
+                ignore_eos=params.ignore_eos,
+                num_logprobs=-1 if params.logprobs is None else params.logprobs,
+                salt=request.salt,
+            )
+        except _core.InvalidRequest as error:
+            raise InvalidRequest(str(error)) from error
         if request_id is None:
             request_id = str(self._num_submitted)
         self._num_submitted += 1

@@ -94,6 +94,16 @@ class Header:
     cursor: Cursor
 
 
+# Where the metadata names tokens that end an answer: a text's, a turn's and a message's end.
+_END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def end_token_ids(metadata: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
+    """The tokens that end an answer, sorted; ids that are not below `num_tokens` are left out."""
+    found = {metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
+    return tuple(sorted(one for one in found if one is not None and 0 <= one < num_tokens))
+
+
 def map_file(path: Path) -> mmap.mmap:
     """Maps a file read-only. Raises ModelError if it cannot be read or is empty."""
     try:

@@ -53,8 +53,3 @@ class KVCache:
             for pair in self.layers:
                 for cache in pair:
                     cache.fill_(float("nan"))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all keys and values, the null block included."""
-        return sum(cache.numel() * cache.element_size() for pair in self.layers for cache in pair)

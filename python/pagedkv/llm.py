@@ -2,69 +2,29 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
-from pagedkv.config import EngineConfig, EngineOptions
+from pagedkv.base_llm import BaseLLM
+from pagedkv.engine import Engine
 from pagedkv.errors import QueueFull
-from pagedkv.loading import load
 from pagedkv.outputs import RequestOutput
 from pagedkv.request import Prompt, Prompts, Request, params_for, split_prompts
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState
 
-if TYPE_CHECKING:
-    from pagedkv.models import ModelConfig
-    from pagedkv.text.tokenizer import Tokenizer
-
 Message = Mapping[str, Any]
 
 
-class LLM:
+class LLM(BaseLLM):
     """Generates answers to lists of prompts. Not thread-safe; `AsyncLLM` serves requests as they come.
 
     The arguments are the fields of `EngineConfig`, which says what they mean and allow.
     """
 
-    def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
-        """Loads the model.
-
-        Raises:
-            ValueError: an option, or a combination of options and model, is not allowed.
-            ModelError: the model cannot be found, read or run.
-        """
-        self._load(EngineConfig(model=model, **options))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """The same from an `EngineConfig`."""
-        llm = cls.__new__(cls)
-        llm._load(config)
-        return llm
-
-    def _load(self, config: EngineConfig) -> None:
-        self._engine, self._front = load(config)
-
-    @property
-    def config(self) -> EngineConfig:
-        """The options, as they were given."""
-        return self._front.config
-
-    @property
-    def model_config(self) -> "ModelConfig":
-        """The shape of the model."""
-        return self._front.model_config
-
-    @property
-    def tokenizer(self) -> "Tokenizer":
-        """The model's tokenizer."""
-        return self._front.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens that prompt and answer may have together."""
-        return self._front.limits.max_model_len
+    def _start(self, engine: Engine) -> None:
+        self._engine = engine
 
     def generate(
         self,

@@ -16,7 +16,7 @@ from pagedkv.engine import Engine
 from pagedkv.front import Front
 from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
-from pagedkv.ops import choose
+from pagedkv.ops import choose, has_cuda_kernels
 from pagedkv.plan import (
     PoolPlan,
     block_bytes,
@@ -76,9 +76,15 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device that the option names: "auto" is the first GPU where there is one."""
+    """The device that the option names: "auto" is the first GPU where it can be used, else the CPU."""
     if device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available() and has_cuda_kernels():
+            return torch.device("cuda:0")
+        if torch.cuda.is_available():
+            logger.warning(
+                "there is a GPU, but this version of pagedkv has no CUDA kernels yet: the CPU computes"
+            )
+        return torch.device("cpu")
     return torch.device("cuda:0" if device == "cuda" else device)
 
 

@@ -50,6 +50,27 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class SampleChange:
+    """What is new of one answer since the last change. The changes of an answer add up to its output.
+
+    Attributes:
+        index: which of the n answers.
+        text: the new text; may be empty, as after the first half of a character.
+        token_ids: the new tokens; may be empty, as when held-back text comes at the end.
+        logprobs: one entry per new token, or None where not asked for.
+        finish_reason: "stop", "length" or "abort" in the last change of the answer, None before.
+        stop_reason: as in `CompletionOutput`.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
 class RequestMetrics:
     """When things happened, in seconds of `time.monotonic`.
 
@@ -58,12 +79,14 @@ class RequestMetrics:
         first_scheduled_time: the step that gave its first token began. (A prompt longer than a step began
             earlier.)
         first_token_time: its first token was there.
+        last_token_time: its newest token was there, of whichever answer.
         finished_time: its last token was there, or it was aborted.
     """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
 
 

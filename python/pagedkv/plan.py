@@ -1,7 +1,8 @@
 """Memory arithmetic: how large the cache is, how many blocks a budget holds and what a request takes of them.
 
 Pure functions on plain numbers, without torch, so that every figure can be checked by hand. `loading.py` uses
-them to size the pool; the benchmarks use them to say what was wasted.
+them to size the pool. `blocks_for`, `wasted_slots` and `contiguous_bytes` say what paging saves: no running
+code needs them, the figures in the documentation are checked with them.
 """
 
 import os
@@ -127,7 +128,10 @@ def cpu_budget(free_bytes: int) -> int:
 
 
 def gpu_budget(free_bytes: int) -> int:
-    """The share of a GPU's free memory, after a run at full batch, that the cache takes by default."""
+    """The share of a GPU's free memory, once the weights are loaded, that the cache takes by default.
+
+    The rest is for what a step needs besides. How much that is has not been measured by a run.
+    """
     return int(free_bytes * GPU_SHARE)
 
 

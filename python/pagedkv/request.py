@@ -6,7 +6,7 @@ Everything is checked in the caller's thread, so that nothing reaches the engine
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,10 @@ class Limits:
     vocab_size: int
 
 
+class ContextOverflow(InvalidRequest):
+    """Prompt and answer are longer together than the model's context. Clients tell it by its wording."""
+
+
 @dataclass
 class Request:
     """A prompt that has been encoded and found to fit.
@@ -57,6 +61,7 @@ class Request:
     Attributes:
         prompt: the text, where the prompt was given as text.
         prompt_token_ids: what the model reads.
+        tokens: the same, as the core takes it.
         params: as given.
         max_tokens: tokens to generate at most, the room that the context leaves where params does not say.
         salt: namespace of the prefix cache; only requests with the same salt share blocks.
@@ -66,28 +71,48 @@ class Request:
 
     prompt: str | None
     prompt_token_ids: list[int]
+    tokens: NDArray[np.int32] = field(repr=False)
     params: SamplingParams
     max_tokens: int
-    salt: bytes = b""
-    arrival_time: float = field(default_factory=time.monotonic)
+    salt: bytes
+    arrival_time: float
     seed: int | None = None
-
-    def token_array(self) -> NDArray[np.int32]:
-        """The prompt as the core takes it."""
-        return np.asarray(self.prompt_token_ids, dtype=np.int32)
 
 
 def make_request(
-    prompt: Prompt, params: SamplingParams, tokenizer: "Tokenizer", limits: Limits, *, salt: bytes = b""
+    prompt: Prompt,
+    params: SamplingParams,
+    tokenizer: "Tokenizer",
+    limits: Limits,
+    *,
+    salt: bytes = b"",
+    add_special_tokens: bool = True,
+    default_max_tokens: int | None = None,
 ) -> Request:
-    """Encodes and checks one prompt. Raises InvalidRequest, naming field, value and what is allowed."""
-    text, token_ids = _encode(prompt, tokenizer)
-    if not token_ids:
-        raise InvalidRequest("prompt is empty, allowed: at least one token")
-    _check_token_ids("prompt", token_ids, limits.vocab_size)
-    _check_token_ids("stop_token_ids", params.stop_ids, limits.vocab_size)
-    max_tokens = _room(len(token_ids), params.max_tokens, limits.max_model_len)
-    return Request(text, token_ids, params, max_tokens, salt)
+    """Encodes and checks one prompt; any thread may do that.
+
+    Args:
+        prompt: in any of its forms.
+        params: how to continue it.
+        tokenizer: encodes a text.
+        limits: what the request must keep to.
+        salt: as in `Request`.
+        add_special_tokens: whether a text gets the BOS and EOS that the tokenizer adds.
+        default_max_tokens: tokens to generate where params.max_tokens is None, fewer if the context leaves
+            less room. None: all that it leaves.
+
+    Raises:
+        InvalidRequest: with the field, its value and what is allowed.
+    """
+    arrival_time = time.monotonic()
+    text, given = _encode(prompt, tokenizer, add_special_tokens)
+    # The length comes first: it bounds what the other checks cost.
+    max_tokens = _room(len(given), params.max_tokens, limits.max_model_len)
+    if params.max_tokens is None and default_max_tokens is not None:
+        max_tokens = min(max_tokens, default_max_tokens)
+    tokens = _token_array("prompt", given, limits.vocab_size)
+    _token_array("stop_token_ids", params.stop_ids, limits.vocab_size)
+    return Request(text, tokens.tolist(), tokens, params, max_tokens, salt, arrival_time)
 
 
 def split_prompts(prompts: Prompts) -> list[Prompt]:
@@ -100,7 +125,7 @@ def split_prompts(prompts: Prompts) -> list[Prompt]:
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InvalidRequest(f"prompts is {_name(prompts)}, allowed: {_FORMS}, or a list of those")
+        raise _refusal(f"is {_name(prompts)}, allowed: {_FORMS}, or a list of those", "prompts")
     if prompts and all(isinstance(item, int | np.integer) for item in prompts):
         return [prompts]  # type: ignore[list-item]  # just seen to be integers
     return list(prompts)  # type: ignore[arg-type]  # `_encode` refuses what is no prompt
@@ -115,62 +140,75 @@ def params_for(
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise InvalidRequest(f"sampling_params is {_name(params)}, allowed: SamplingParams or a list of them")
+        raise _refusal(f"is {_name(params)}, allowed: SamplingParams or a list of them", "sampling_params")
     if len(params) != num_prompts:
-        raise InvalidRequest(
-            f"sampling_params has {len(params)} entries, allowed: one, or one for each of {num_prompts}"
-        )
+        allowed = f"one, or one for each of {num_prompts}"
+        raise _refusal(f"has {len(params)} entries, allowed: {allowed}", "sampling_params")
     return list(params)
 
 
-def _encode(prompt: object, tokenizer: "Tokenizer") -> tuple[str | None, list[int]]:
+def _encode(
+    prompt: object, tokenizer: "Tokenizer", add_special_tokens: bool
+) -> tuple[str | None, Sequence[object]]:
+    """The prompt's text, where it is one, and what should be its token ids."""
     if isinstance(prompt, dict):
         if set(prompt) == {"prompt_token_ids"}:
-            return None, _as_token_ids(prompt["prompt_token_ids"])
+            return None, _sequence(prompt["prompt_token_ids"])
         if set(prompt) != {"prompt"} or not isinstance(prompt["prompt"], str):
-            raise InvalidRequest(f"prompt is a dict with {sorted(map(str, prompt))}, allowed: {_FORMS}")
+            raise _refusal(f"is a dict with {sorted(map(str, prompt))}, allowed: {_FORMS}")
         prompt = prompt["prompt"]
     if isinstance(prompt, str):
         try:
-            return prompt, tokenizer.encode(prompt)
+            return prompt, tokenizer.encode(prompt, add_special_tokens)
         except TextError as error:
-            raise InvalidRequest(f"prompt cannot be encoded: {error}") from error
-    return None, _as_token_ids(prompt)
+            raise _refusal(f"cannot be encoded: {error}") from error
+    return None, _sequence(prompt)
 
 
-def _as_token_ids(value: object) -> list[int]:
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-        return [int(token_id) for token_id in value]
+def _sequence(value: object) -> Sequence[object]:
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return cast(list[object], value.tolist())
     if not isinstance(value, Sequence) or isinstance(value, bytes | str):
-        raise InvalidRequest(f"prompt is {_name(value)}, allowed: {_FORMS}")
-    for idx, item in enumerate(value):
-        if not isinstance(item, int | np.integer) or isinstance(item, bool):
-            raise InvalidRequest(
-                f"prompt has {_name(item)} at place {idx}, allowed: token ids, which are integers"
-            )
-    return [int(item) for item in value]
+        raise _refusal(f"is {_name(value)}, allowed: {_FORMS}")
+    return value
 
 
-def _check_token_ids(field_name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+def _token_array(name: str, given: Sequence[object], vocab_size: int) -> NDArray[np.int32]:
+    """Token ids as an array. One pass over their types and two over the numbers, none of them in Python."""
+    kinds = set(map(type, given))
+    strange = {kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)}
+    if strange:
+        idx, item = next((idx, item) for idx, item in enumerate(given) if type(item) in strange)
+        raise _refusal(f"has {_name(item)} at place {idx}, allowed: token ids, which are integers", name)
+    token_ids = cast(Sequence[int], given)
+    try:
+        array = np.array(token_ids, dtype=np.int64)
+    except OverflowError:
+        array = None
+    if array is None or (array.size and not 0 <= array.min() <= array.max() < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequest(f"{field_name} has the token id {wrong}, allowed: 0..{vocab_size - 1}")
+        raise _refusal(f"has the token id {wrong}, allowed: 0..{vocab_size - 1}", name)
+    return array.astype(np.int32)
 
 
 def _room(prompt_len: int, max_tokens: int | None, max_model_len: int) -> int:
-    """How many tokens may be generated. Clients tell this error from others by its wording."""
+    """How many tokens may be generated."""
+    if prompt_len == 0:
+        raise _refusal("is empty, allowed: at least one token")
     head = f"This model's maximum context length is {max_model_len} tokens"
     if prompt_len >= max_model_len:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"{head}, but the prompt has {prompt_len}, which leaves no room for an answer; "
-            f"allowed: a prompt of at most {max_model_len - 1} tokens"
+            f"allowed: a prompt of at most {max_model_len - 1} tokens",
+            "prompt",
         )
     if max_tokens is None:
         return max_model_len - prompt_len
     if prompt_len + max_tokens > max_model_len:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"{head}, but {prompt_len + max_tokens} were requested ({prompt_len} in the prompt, "
-            f"{max_tokens} for the answer); allowed: max_tokens of at most {max_model_len - prompt_len} here"
+            f"{max_tokens} for the answer); allowed: max_tokens of at most {max_model_len - prompt_len} here",
+            "max_tokens",
         )
     return max_tokens
 
@@ -178,3 +216,7 @@ def _room(prompt_len: int, max_tokens: int | None, max_model_len: int) -> int:
 def _name(value: object) -> str:
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def _refusal(what: str, name: str = "prompt") -> InvalidRequest:
+    return InvalidRequest(f"{name} {what}", name)

@@ -4,7 +4,7 @@ The runner owns the model, the cache tensors and the choice of operations. It ta
 wrote and gives back numbers; it decides nothing.
 """
 
-import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,30 +14,12 @@ from numpy.typing import NDArray
 
 from pagedkv._core import StepHeader
 from pagedkv.batch import StepBatch
+from pagedkv.events import RowLogprobs
 from pagedkv.kv_cache import KVCache
 from pagedkv.ops import Ops
 
 if TYPE_CHECKING:
     from pagedkv.models import LoadedModel
-
-logger = logging.getLogger("pagedkv")
-
-
-@dataclass(slots=True)
-class RowLogprobs:
-    """Log-probabilities of the rows that asked for them.
-
-    Attributes:
-        index: row of the step -> entry of the lists below.
-        chosen: of the sampled token.
-        top_ids: the most likely tokens, as many as the greediest row asked for.
-        top: their log-probabilities.
-    """
-
-    index: dict[int, int]
-    chosen: list[float]
-    top_ids: list[list[int]]
-    top: list[list[float]]
 
 
 @dataclass(slots=True)
@@ -49,13 +31,18 @@ class StepResult:
 
 
 class ModelRunner:
-    """A model, its cache and the operations on them, on one device."""
+    """A model, its cache and the operations on them, on one device.
+
+    Attributes:
+        before_layer: called before each layer of a forward pass, to show that it goes on; it must be cheap.
+    """
 
     def __init__(self, model: "LoadedModel", kv_cache: KVCache, ops: Ops, device: torch.device) -> None:
         self.model = model.model
         self.kv_cache = kv_cache
         self.ops = ops
         self.device = device
+        self.before_layer: Callable[[], None] | None = None
 
     def new_arena(self, num_words: int) -> NDArray[np.int32]:
         """An arena for the core to write into; pinned where a GPU is to copy from it."""
@@ -69,7 +56,7 @@ class ModelRunner:
         if header.num_copies:
             # All copies come first: a block that is written in this step may be the source of one.
             self.ops.copy_blocks(self.kv_cache.layers, batch.copies)
-        logits = self.model(batch, self.kv_cache, self.ops)
+        logits = self.model(batch, self.kv_cache, self.ops, self.before_layer)
         if header.num_rows == 0:
             if self.device.type == "cuda":
                 # Nothing is read back, but the arena may be written again only once it has been copied.

@@ -4,11 +4,11 @@ What a checkpoint's generation_config.json recommends (a temperature, a top_p) i
 given here has the default below, for every model. Only its end-of-sequence tokens are heeded.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pagedkv.checks import check_bool, check_float, check_int, refusal
 from pagedkv.errors import InvalidRequest
 
 MAX_SAMPLES: Final = 128
@@ -56,28 +56,29 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_SAMPLES, f"an integer in 1..{MAX_SAMPLES}")
-        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE, "a number in 0..100")
-        _check_float("top_p", self.top_p, 0.0, 1.0, "a number p with 0 < p <= 1")
+        self._check_int("n", 1, MAX_SAMPLES, f"an integer in 1..{MAX_SAMPLES}")
+        self._check_float("temperature", MAX_TEMPERATURE, "a number in 0..100")
+        self._check_float("top_p", 1.0, "a number p with 0 < p <= 1")
         if self.top_p == 0:
-            raise _refusal("top_p", self.top_p, "a number p with 0 < p <= 1")
-        _check_int("top_k", self.top_k, -1, MAX_TOKEN_ID, "-1 or 0 (off), or an integer >= 1")
-        _check_float("min_p", self.min_p, 0.0, 1.0, "a number in 0..1")
+            raise refusal(InvalidRequest, "top_p", self.top_p, "a number p with 0 < p <= 1")
+        self._check_int("top_k", -1, MAX_TOKEN_ID, "-1 or 0 (off), or an integer >= 1")
+        self._check_float("min_p", 1.0, "a number in 0..1")
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED, "an integer in 0..2^64-1, or none for a random one")
+            self._check_int("seed", 0, MAX_SEED, "an integer in 0..2^64-1, or none for a random one")
         if self.max_tokens is not None:
-            _check_int(
-                "max_tokens", self.max_tokens, 1, None, "an integer >= 1, or none for what the context leaves"
-            )
+            self._check_int("max_tokens", 1, None, "an integer >= 1, or none for what the context leaves")
         if self.logprobs is not None:
-            _check_int(
-                "logprobs", self.logprobs, 0, MAX_LOGPROBS, f"an integer in 0..{MAX_LOGPROBS}, or none"
-            )
+            self._check_int("logprobs", 0, MAX_LOGPROBS, f"an integer in 0..{MAX_LOGPROBS}, or none")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise _refusal(name, getattr(self, name), "true or false")
+            check_bool(InvalidRequest, name, getattr(self, name))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+
+    def _check_int(self, field: str, low: int, high: int | None, allowed: str) -> None:
+        check_int(InvalidRequest, field, getattr(self, field), low, high, allowed)
+
+    def _check_float(self, field: str, high: float, allowed: str) -> None:
+        check_float(InvalidRequest, field, getattr(self, field), 0.0, high, allowed)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Sequence) or not all(isinstance(text, str) and text for text in value):
-        raise _refusal("stop", value, allowed)
+        raise refusal(InvalidRequest, "stop", value, allowed)
     return tuple(value)
 
 
@@ -105,29 +106,8 @@ def _token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise _refusal("stop_token_ids", value, "a list of token ids")
+        raise refusal(InvalidRequest, "stop_token_ids", value, "a list of token ids")
+    allowed = "a list of token ids, each an integer >= 0"
     for token_id in value:
-        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID, "a list of token ids, each an integer >= 0")
+        check_int(InvalidRequest, "stop_token_ids", token_id, 0, MAX_TOKEN_ID, allowed)
     return tuple(value)
-
-
-def _check_int(field: str, value: object, low: int, high: int | None, allowed: str) -> None:
-    # A bool is an int to Python, but `n=True` is a mistake.
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        raise _refusal(field, value, allowed)
-
-
-def _check_float(field: str, value: object, low: float, high: float, allowed: str) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise _refusal(field, value, allowed)
-    if not low <= value <= high:
-        raise _refusal(field, value, allowed)
-
-
-def _refusal(field: str, value: object, allowed: str) -> InvalidRequest:
-    return InvalidRequest(f"{field} is {value!r}, allowed: {allowed}")

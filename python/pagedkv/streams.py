@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pagedkv._core import Edge
-from pagedkv.engine import ERROR, RUNNING, STOP, StepEvents
 from pagedkv.errors import RequestFailed
+from pagedkv.events import ERROR, RUNNING, STOP, RowLogprobs, StepEvents
 from pagedkv.outputs import (
     CompletionOutput,
     FinishReason,
     Logprob,
     RequestMetrics,
     RequestOutput,
+    SampleChange,
     TokenLogprobs,
 )
 from pagedkv.request import Request
-from pagedkv.runner import RowLogprobs
 from pagedkv.text.stream import SequenceText
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ class SampleState:
     """One of a request's n answers."""
 
     __slots__ = (
+        "_new_text",
+        "_num_taken",
+        "_took_end",
         "cumulative_logprob",
         "finish_reason",
         "index",
@@ -51,17 +54,28 @@ class SampleState:
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        # What `take_change` has not given out yet.
+        self._new_text: list[str] = []
+        self._num_taken = 0
+        self._took_end = False
+
+    def add_text(self, token_id: int) -> None:
+        """Brings a token to the text."""
+        self._new_text.append(self.text.add(token_id))
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Ends the answer and shows what was held back."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         if not self.text.stopped:
-            self.text.end()
+            self._new_text.append(self.text.end())
             if self.text.stopped:
                 self.cut_at_stop_string()
 
     def cut_at_stop_string(self) -> int:
-        """Ends the answer at the stop string that its text found; returns the number of tokens that stay."""
+        """Ends the answer at the stop string that its text found; returns the number of tokens that stay.
+
+        At most the token that has just come is dropped, so nothing that was given out is taken back.
+        """
         num_tokens = self.text.stop_at_tokens
         assert num_tokens is not None, "the text has found a stop string"
         if self.logprobs is not None:
@@ -71,6 +85,24 @@ class SampleState:
         del self.token_ids[num_tokens:]
         self.finish_reason, self.stop_reason = "stop", self.text.stop_string
         return num_tokens
+
+    def take_change(self) -> SampleChange | None:
+        """What is new since the last call, None if nothing is."""
+        ended = self.finish_reason is not None and not self._took_end
+        text = "".join(self._new_text)
+        if not (ended or text or len(self.token_ids) > self._num_taken):
+            return None
+        start, self._num_taken = self._num_taken, len(self.token_ids)
+        self._new_text.clear()
+        self._took_end = ended or self._took_end
+        return SampleChange(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[start:],
+            logprobs=None if self.logprobs is None else self.logprobs[start:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
 
     def output(self) -> CompletionOutput:
         """The answer so far, as data of its own."""
@@ -102,7 +134,6 @@ class RequestState:
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_cached_tokens = 0
         self._tokenizer = tokenizer
-        self._num_going = params.n
         self.samples = [
             SampleState(
                 idx,
@@ -121,65 +152,70 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """Whether no answer goes on, because all have ended or the request failed."""
-        return self._num_going == 0
+        return self.error is not None or all(sample.finish_reason is not None for sample in self.samples)
 
-    def add_token(
-        self,
-        sample_idx: int,
-        token_id: int,
-        state: int,
-        num_cached_tokens: int,
-        logprobs: TokenLogprobs | None,
-    ) -> int | None:
-        """Appends a sampled token.
+    def add_token(self, events: StepEvents, row: int) -> int | None:
+        """Appends the token that was sampled in a row of a step.
 
         Returns:
             The length at which the core should end the sample, because a stop string is complete there and
             the core does not know; None otherwise.
         """
-        sample = self.samples[sample_idx]
-        if sample.finish_reason is not None:
-            # It was computed before the core heard that the sample had ended.
+        sample, state = self.samples[events.sample_idxs[row]], events.states[row]
+        if self.error is not None or sample.finish_reason is not None:
+            # It was computed before the core heard of the end.
             return None
-        if self.metrics.first_token_time is None:
-            self.num_cached_tokens = num_cached_tokens
+        token_id = events.token_ids[row]
+        self._note_token(events, row)
         sample.token_ids.append(token_id)
         if sample.logprobs is not None:
-            assert logprobs is not None, "the runner gives log-probabilities to every row that asked"
-            sample.logprobs.append(logprobs)
-            sample.cumulative_logprob += logprobs[token_id].logprob
-        if state != STOP or self.request.params.include_stop_str_in_output:
-            sample.text.add(token_id)
+            assert events.logprobs is not None, "the runner gives log-probabilities to every row that asked"
+            entry = self._token_logprobs(token_id, row, events.logprobs)
+            sample.logprobs.append(entry)
+            sample.cumulative_logprob += entry[token_id].logprob
+        params = self.request.params
+        if state != STOP or params.include_stop_str_in_output:
+            sample.add_text(token_id)
             if sample.text.stopped:
                 num_tokens = sample.cut_at_stop_string()
-                self._num_going -= 1
                 return num_tokens if state == RUNNING else None
         if state == STOP:
-            self._finish(sample, "stop", token_id if token_id in self.request.params.stop_ids else None)
+            sample.finish("stop", token_id if token_id in params.stop_ids else None)
         elif state != RUNNING:
-            self._finish(sample, "length")
+            sample.finish("length")
         return None
 
     def end(self, sample_idx: int, reason: int, error: str | None) -> None:
         """Takes note that the core ended a sample by itself: it was aborted, or its step failed."""
+        if self.error is not None:
+            return
         if reason == ERROR:
             self.fail(RequestFailed(f"the step that computed this request failed: {error}"))
         elif self.samples[sample_idx].finish_reason is None:
-            self._finish(self.samples[sample_idx], "abort")
+            self.samples[sample_idx].finish("abort")
 
     def abort(self) -> None:
         """Ends every answer that still goes on."""
+        if self.error is not None:
+            return
         for sample in self.samples:
             if sample.finish_reason is None:
-                self._finish(sample, "abort")
+                sample.finish("abort")
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error, which its stream raises."""
         self.error = error
-        self._num_going = 0
+
+    def take_changes(self) -> list[SampleChange]:
+        """What is new since the last call, of the answers that have something new."""
+        changes = (sample.take_change() for sample in self.samples)
+        return [change for change in changes if change is not None]
 
     def output(self) -> RequestOutput:
-        """The request and its answers so far, as data of its own."""
+        """The request and its answers so far.
+
+        The answers are data of their own; the prompt's token ids and the times are those of the request.
+        """
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.request.prompt,
@@ -190,7 +226,14 @@ class RequestState:
             metrics=self.metrics,
         )
 
-    def token_logprobs(self, token_id: int, row: int, logprobs: RowLogprobs) -> TokenLogprobs:
+    def _note_token(self, events: StepEvents, row: int) -> None:
+        metrics = self.metrics
+        if metrics.first_token_time is None:
+            metrics.first_scheduled_time, metrics.first_token_time = events.started_s, events.finished_s
+            self.num_cached_tokens = events.num_cached_tokens[row]
+        metrics.last_token_time = events.finished_s
+
+    def _token_logprobs(self, token_id: int, row: int, logprobs: RowLogprobs) -> TokenLogprobs:
         """One generated token's log-probabilities: its own first, then those of the most likely tokens."""
         entry = logprobs.index[row]
         most = self.request.params.logprobs or 0
@@ -204,12 +247,6 @@ class RequestState:
 
     def _text_of(self, token_id: int) -> str:
         return self._tokenizer.token(token_id)
-
-    def _finish(
-        self, sample: SampleState, reason: FinishReason, stop_reason: str | int | None = None
-    ) -> None:
-        sample.finish(reason, stop_reason)
-        self._num_going -= 1
 
 
 class Streams:
@@ -251,24 +288,13 @@ class Streams:
         computed before it heard of an end, and are dropped.
         """
         changed: dict[int, RequestState] = {}
-        rows = zip(
-            events.request_ids,
-            events.sample_idxs,
-            events.token_ids,
-            events.states,
-            events.num_cached_tokens,
-            strict=True,
-        )
-        for row, (core_id, sample_idx, token_id, row_state, num_cached_tokens) in enumerate(rows):
+        for row, core_id in enumerate(events.request_ids):
             state = self._states.get(core_id)
             if state is None:
                 continue
             changed[core_id] = state
             try:
-                logprobs = None
-                if events.logprobs is not None and row in events.logprobs.index:
-                    logprobs = state.token_logprobs(token_id, row, events.logprobs)
-                end_at = state.add_token(sample_idx, token_id, row_state, num_cached_tokens, logprobs)
+                end_at = state.add_token(events, row)
             except Exception as error:
                 # A text that cannot be put together must not keep the step's other requests from theirs.
                 logger.exception("request %s failed", state.request_id)
@@ -276,22 +302,14 @@ class Streams:
                 state.fail(RequestFailed(f"its text failed: {type(error).__name__}: {error}"))
                 continue
             if end_at is not None:
-                self._edge.finish(core_id, sample_idx, end_at)
+                self._edge.finish(core_id, events.sample_idxs[row], end_at)
         for core_id, sample_idx, reason in events.ended:
             state = self._states.get(core_id)
             if state is not None:
                 state.end(sample_idx, reason, events.error)
                 changed[core_id] = state
         for core_id, state in changed.items():
-            self._note_times(state, events)
             if state.finished:
+                state.metrics.finished_time = events.finished_s
                 del self._states[core_id]
         return list(changed.values())
-
-    @staticmethod
-    def _note_times(state: RequestState, events: StepEvents) -> None:
-        metrics = state.metrics
-        if metrics.first_token_time is None and any(sample.token_ids for sample in state.samples):
-            metrics.first_scheduled_time, metrics.first_token_time = events.started_s, events.finished_s
-        if state.finished:
-            metrics.finished_time = events.finished_s

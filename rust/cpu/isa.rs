@@ -228,13 +228,16 @@ pub enum Isa {
 impl Isa {
     /// Every instruction set that this processor can run, the best one last.
     pub fn available() -> Vec<Self> {
-        let mut sets = vec![Self::Portable(Portable)];
+        let portable = Some(Self::Portable(Portable));
         #[cfg(target_arch = "x86_64")]
-        {
-            sets.extend(super::x86::Avx2::detect().map(Self::Avx2));
-            sets.extend(super::x86::Avx512::detect().map(Self::Avx512));
-        }
-        sets
+        let sets = [
+            portable,
+            super::x86::Avx2::detect().map(Self::Avx2),
+            super::x86::Avx512::detect().map(Self::Avx512),
+        ];
+        #[cfg(not(target_arch = "x86_64"))]
+        let sets = [portable];
+        sets.into_iter().flatten().collect()
     }
 
     /// The best one. Always the same on one machine, because the last bits of results differ between them.

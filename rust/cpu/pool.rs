@@ -54,9 +54,12 @@ pub fn set_num_threads(num_threads: usize) -> Result<(), InvalidArgument> {
             format!("1 to {MAX_THREADS}"),
         ));
     }
-    if self::num_threads() != num_threads {
-        let pool = build(num_threads);
-        *POOL.write().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(pool);
+    let mut slot = POOL.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+    if slot
+        .as_ref()
+        .is_none_or(|pool| pool.current_num_threads() != num_threads)
+    {
+        *slot = Some(build(num_threads));
     }
     Ok(())
 }

@@ -137,10 +137,6 @@ impl Core {
         self.scheduler.fail_step().map_err(to_error)
     }
 
-    fn has_work(&self) -> bool {
-        self.scheduler.has_work()
-    }
-
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let pool = self.scheduler.pool();
         let snapshot = PyDict::new(py);

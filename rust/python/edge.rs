@@ -40,7 +40,7 @@ fn to_error(error: &SubmitError) -> PyErr {
 impl Edge {
     #[pyo3(signature = (
         prompt, *, max_tokens, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, stop_token_ids=Vec::new(),
-        ignore_eos=false, num_logprobs=-1, salt=Vec::new()
+        ignore_eos=false, num_logprobs=-1, salt=Vec::new(), priority=0
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -60,6 +60,7 @@ impl Edge {
         ignore_eos: bool,
         num_logprobs: i32,
         salt: Vec<u8>,
+        priority: i32,
     ) -> PyResult<u64> {
         let prompt: Vec<u32> = prompt
             .as_slice()?
@@ -80,6 +81,7 @@ impl Edge {
             seed,
             stop_token_ids,
             ignore_eos,
+            priority,
             num_logprobs,
         };
         self.0

@@ -1,35 +1,106 @@
-//! Which waiting sequences start: in order of arrival, as long as all their known tokens fit beside the running ones.
+//! Which waiting sequences start: in the order of `policy`, as long as all their known tokens fit beside the running
+//! ones. One that does not fit is passed over, but not for ever; one whose next block is being computed by another
+//! sequence waits for it, but not for long.
 
-use crate::block::BlockTable;
+use std::collections::HashSet;
 
+use crate::block::{BlockTable, PrefixHit};
+
+use super::policy::{self, MAX_DEFERRALS, MAX_PASSED};
 use super::scheduler::{Budget, Scheduled, Scheduler};
-use super::sequence::Status;
 use super::slab::SeqIdx;
 
+/// What came of looking at a waiting sequence.
+enum Outcome {
+    Admitted(Scheduled),
+    /// It needs more blocks or rows than there are.
+    DoesNotFit,
+    /// Its next block is being computed.
+    Deferred,
+}
+
+/// What is kept from one candidate to the next within a step.
+struct Round {
+    hit: PrefixHit,
+    /// Blocks that are as good as taken.
+    promised: u32,
+    /// Chain hashes of the blocks that this step fills.
+    in_flight: HashSet<u64>,
+    /// Candidates that were not admitted.
+    passed: Vec<SeqIdx>,
+}
+
 impl Scheduler {
-    /// Admits from the head of the queue until one does not fit.
+    /// Admits waiting sequences until the budget is spent, or too many had to be passed over.
     pub(super) fn admit_waiting(&mut self, budget: &mut Budget) {
-        if self.waiting.is_empty() {
+        if self.queues.num_waiting() == 0 || budget.tokens == 0 {
             return;
         }
-        let mut promised = self.num_promised_blocks();
-        while budget.tokens > 0 && self.running.len() < self.config.max_num_seqs as usize {
-            let Some((_, &idx)) = self.waiting.first_key_value() else {
-                return;
+        let mut round = Round {
+            hit: std::mem::take(&mut self.hit),
+            promised: self.num_promised_blocks(),
+            in_flight: self
+                .scheduled
+                .iter()
+                .flat_map(|part| self.hashes_filled_by(part))
+                .copied()
+                .collect(),
+            passed: Vec::new(),
+        };
+        while budget.tokens > 0 && self.queues.num_running() < self.config.max_num_seqs as usize {
+            let Some((idx, is_starved)) = self.next_candidate(&round.passed) else {
+                break;
             };
-            let Some(part) = self.admit(idx, promised, budget) else {
-                return;
-            };
-            self.push_part(part, budget);
-            promised += self.num_missing_blocks(idx);
+            match self.admit(idx, budget, &mut round) {
+                Outcome::Admitted(part) => {
+                    self.push_part(part, budget);
+                    self.num_admitted += 1;
+                    round.promised += self.num_missing_blocks(idx);
+                    round.in_flight.extend(self.hashes_filled_by(&part));
+                }
+                // What becomes free is kept for it.
+                Outcome::DoesNotFit if is_starved => break,
+                Outcome::DoesNotFit => {
+                    self.sequences.get_mut(idx).num_passed += 1;
+                    round.passed.push(idx);
+                }
+                Outcome::Deferred => {
+                    self.sequences.get_mut(idx).num_deferrals += 1;
+                    round.passed.push(idx);
+                }
+            }
+            if round.passed.len() > MAX_PASSED {
+                break;
+            }
         }
+        self.hit = round.hit;
+    }
+
+    /// Who is looked at next, and whether it has waited so long that nobody may be admitted before it.
+    fn next_candidate(&self, passed: &[SeqIdx]) -> Option<(SeqIdx, bool)> {
+        let is_passed = |idx| passed.contains(&idx);
+        let starved = self.queues.longest_waiting().filter(|&idx| {
+            let sequence = self.sequences.get(idx);
+            policy::is_starved(
+                sequence.num_passed,
+                self.num_admitted - sequence.num_admitted_before,
+            )
+        });
+        if let Some(idx) = starved.filter(|&idx| !is_passed(idx)) {
+            return Some((idx, true));
+        }
+        let first = self
+            .queues
+            .first_of_tenants(is_passed)
+            .min_by_key(|&(tenant, key, _)| policy::turn(key, self.tenants.served(tenant)));
+        first.map(|(_, _, idx)| (idx, false))
     }
 
     /// Blocks that running sequences need for tokens which they know already: they are as good as taken.
     fn num_promised_blocks(&self) -> u32 {
-        self.running
-            .iter()
-            .map(|&idx| {
+        self.queues
+            .running()
+            .map(|idx| {
                 let sequence = self.sequences.get(idx);
                 if sequence.last_step == self.step_id {
                     self.num_missing_blocks(idx)
@@ -50,92 +121,107 @@ impl Scheduler {
             .saturating_sub(sequence.table().len())
     }
 
-    /// Starts a waiting sequence. None leaves everything as it was.
-    fn admit(&mut self, idx: SeqIdx, promised: u32, budget: &Budget) -> Option<Scheduled> {
-        let mut table = self.look_up_prefix(idx);
-        let part = self
-            .usable_hit(idx, &table, promised)
-            .and_then(|num_computed| budget.part_of(idx, self.sequences.get(idx), num_computed));
-        match part {
-            Some(part) => self.start(idx, part, table),
-            None => table.release(&mut self.pool),
+    /// Hashes of the prompt blocks that a part of this step fills.
+    fn hashes_filled_by(&self, part: &Scheduled) -> &[u64] {
+        let hashes = &self.sequences.get(part.seq).hashes;
+        let size = self.config.block_size;
+        let (from, to) = (
+            part.num_computed / size,
+            (part.num_computed + part.num_tokens) / size,
+        );
+        let end = hashes.len().min(to as usize);
+        &hashes[end.min(from as usize)..end]
+    }
+
+    /// Starts a waiting sequence, or leaves everything as it was.
+    fn admit(&mut self, idx: SeqIdx, budget: &Budget, round: &mut Round) -> Outcome {
+        let mut table = self.look_up_prefix(idx, &mut round.hit);
+        let sequence = self.sequences.get(idx);
+        let next_block = round.hit.hashes.get(round.hit.blocks.len());
+        let outcome = if sequence.num_deferrals < MAX_DEFERRALS
+            && next_block.is_some_and(|hash| round.in_flight.contains(hash))
+        {
+            Outcome::Deferred
+        } else {
+            self.usable_hit(idx, &table, round)
+                .and_then(|num_computed| budget.part_of(idx, sequence, num_computed))
+                .map_or(Outcome::DoesNotFit, Outcome::Admitted)
+        };
+        if let Outcome::Admitted(part) = outcome {
+            self.start(part, table, &round.hit);
+        } else {
+            table.release(&mut self.pool);
         }
-        part
+        outcome
     }
 
     /// Looks for the sequence's tokens under the root of its salt, and opens a table there.
-    fn look_up_prefix(&mut self, idx: SeqIdx) -> BlockTable {
+    fn look_up_prefix(&mut self, idx: SeqIdx, hit: &mut PrefixHit) -> BlockTable {
         let sequence = self.sequences.get(idx);
-        let slot = sequence.request.slot() as usize;
-        let live = self.requests[slot]
-            .as_ref()
-            .expect("a live sequence has a live request");
-        let root = self.pool.root(&live.request.salt);
-        self.pool.lookup(root, &sequence.tokens, &mut self.hit);
+        let root = self.pool.root(&self.requests.of(sequence.request).request.salt);
+        self.pool.lookup(root, &sequence.tokens, hit);
         let table = BlockTable::new(root, &mut self.pool);
         self.pool.release_root(root);
         table
     }
 
     /// Moves a sequence to the running ones, with the blocks of its first part.
-    fn start(&mut self, idx: SeqIdx, part: Scheduled, mut table: BlockTable) {
+    fn start(&mut self, part: Scheduled, mut table: BlockTable, hit: &PrefixHit) {
         let end = part.num_computed + part.num_tokens;
         table
-            .admit(
-                &mut self.pool,
-                &self.hit,
-                part.num_computed,
-                end,
-                &mut self.copies,
-            )
+            .admit(&mut self.pool, hit, part.num_computed, end, &mut self.copies)
             .expect("the cost of all its tokens was found available");
-        let sequence = self.sequences.get_mut(idx);
+        let sequence = self.sequences.get_mut(part.seq);
         sequence.table = Some(table);
         sequence.num_computed = part.num_computed;
-        sequence.status = Status::Running;
-        let key = sequence.key;
-        self.waiting.remove(&key);
-        self.insert_running(idx);
-        self.count_hit(idx);
+        sequence.hashes.clone_from(&hit.hashes);
+        self.queues.remove(sequence.tenant, sequence.key);
+        self.queues.run(sequence.key, part.seq);
+        self.count_hit(part.seq);
     }
 
     /// How many tokens of the hit the sequence can start with. None: it does not fit now.
     ///
     /// The last token is always computed, since its logits are needed. Where the hit holds it, the block around it
     /// is copied first; where there is no room for both the block and its copy, that block is not used.
-    fn usable_hit(&self, idx: SeqIdx, table: &BlockTable, promised: u32) -> Option<u32> {
+    fn usable_hit(&self, idx: SeqIdx, table: &BlockTable, round: &Round) -> Option<u32> {
         let num_tokens = self.sequences.get(idx).num_tokens();
         let block_size = self.config.block_size;
-        let num_hit = u32::try_from(self.hit.blocks.len()).expect("tables are short") * block_size;
-        let margin = if self.running.is_empty() {
-            0
-        } else {
-            self.config.watermark()
-        };
+        let num_hit = u32::try_from(round.hit.blocks.len()).expect("tables are short") * block_size;
+        let margin = u64::from(self.growth_margin());
         let num_available = u64::from(self.pool.num_available());
         let whole = num_hit.min(num_tokens - 1);
         [whole, whole - whole % block_size]
             .into_iter()
             .find(|&num_computed| {
-                let cost = table.admission_cost(&self.pool, &self.hit, num_computed, num_tokens);
-                u64::from(cost) + u64::from(promised) + u64::from(margin) <= num_available
+                let cost = table.admission_cost(&self.pool, &round.hit, num_computed, num_tokens);
+                u64::from(cost) + u64::from(round.promised) + margin <= num_available
             })
+    }
+
+    /// Blocks to leave to the running sequences; none where nothing runs, so that the largest request fits.
+    fn growth_margin(&self) -> u32 {
+        if self.queues.num_running() == 0 {
+            return 0;
+        }
+        let num_tokens_left = self.queues.running().map(|idx| {
+            let sequence = self.sequences.get(idx);
+            let max_tokens = self.requests.of(sequence.request).request.params.max_tokens;
+            max_tokens - sequence.num_generated()
+        });
+        policy::growth_margin(num_tokens_left, self.config.num_blocks, self.config.block_size)
     }
 
     /// Tokens found again after a preemption are no prefix hits: the cache only gives back what it took.
     fn count_hit(&mut self, idx: SeqIdx) {
         let sequence = self.sequences.get(idx);
         let (num_tokens, num_hit) = (sequence.num_tokens(), sequence.num_computed);
-        let slot = sequence.request.slot() as usize;
-        let live = self.requests[slot]
-            .as_mut()
-            .expect("a live sequence has a live request");
-        if live.admitted {
+        let live = self.requests.of_mut(sequence.request);
+        if live.num_cached_tokens.is_some() {
             self.stats.recompute_hits += u64::from(num_hit);
             return;
         }
-        live.admitted = true;
-        live.num_cached_tokens = num_hit;
+        live.num_cached_tokens = Some(num_hit);
         self.stats.prefix_queries += u64::from(num_tokens);
         self.stats.prefix_hits += u64::from(num_hit);
     }

@@ -1,12 +1,10 @@
-//! The invariants that hold between any two calls. Tests check them after every operation, the engine when it idles.
+//! The invariants that hold between any two calls. Tests check them after every operation, the engine when it turns idle.
 
 use std::collections::HashMap;
 
 use crate::ids::BlockId;
 
 use super::scheduler::Scheduler;
-use super::sequence::Status;
-use super::slab::SeqIdx;
 
 impl Scheduler {
     /// Checks the pool, the reference counts, the queues and the tables.
@@ -49,36 +47,31 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Every sequence is in exactly the queue of its status, and the running ones are in order.
+    /// Every sequence is in exactly one queue: it runs if it has a table, and waits otherwise.
     fn check_queues(&self) -> Result<(), String> {
-        let live: Vec<SeqIdx> = self.sequences.iter().map(|(idx, _)| idx).collect();
-        if live.len() != self.waiting.len() + self.running.len() {
+        let (num_waiting, num_running) = (self.queues.num_waiting(), self.queues.num_running());
+        if self.sequences.len() != num_waiting + num_running {
+            let num_live = self.sequences.len();
             return Err(format!(
-                "{} sequences live, {} wait and {} run",
-                live.len(),
-                self.waiting.len(),
-                self.running.len()
+                "{num_live} sequences live, {num_waiting} wait and {num_running} run"
             ));
         }
-        for idx in live {
-            let sequence = self.sequences.get(idx);
-            let waits = self.waiting.get(&sequence.key) == Some(&idx);
-            let runs = self.running.contains(&idx);
-            if (sequence.status == Status::Waiting) != waits || (sequence.status == Status::Running) != runs {
+        for (_, sequence) in self.sequences.iter() {
+            let has_table = sequence.table.is_some();
+            let (waits, runs) = self.queues.places_of(sequence.tenant, sequence.key);
+            if (waits, runs) != (!has_table, has_table) {
                 return Err(format!(
-                    "{:?} is {:?}, but waits: {waits}, runs: {runs}",
-                    sequence.key, sequence.status
+                    "{:?} has a table: {has_table}, waits: {waits}, runs: {runs}",
+                    sequence.key
                 ));
             }
         }
-        let ordered = |pair: &[SeqIdx]| self.sequences.get(pair[0]).key < self.sequences.get(pair[1]).key;
-        if !self.running.windows(2).all(ordered) {
+        if !self.queues.is_ordered() {
             return Err("running sequences are out of order".into());
         }
-        if self.running.len() > self.config.max_num_seqs as usize {
+        if num_running > self.config.max_num_seqs as usize {
             return Err(format!(
-                "{} sequences run, {} may",
-                self.running.len(),
+                "{num_running} sequences run, {} may",
                 self.config.max_num_seqs
             ));
         }
@@ -89,7 +82,7 @@ impl Scheduler {
     fn check_tables(&self) -> Result<(), String> {
         for (idx, sequence) in self.sequences.iter() {
             let Some(table) = &sequence.table else {
-                if sequence.num_computed != 0 || sequence.status == Status::Running {
+                if sequence.num_computed != 0 {
                     return Err(format!(
                         "{:?} has no table and claims computed tokens",
                         sequence.key
@@ -122,25 +115,21 @@ impl Scheduler {
         Ok(())
     }
 
-    /// A request counts exactly the samples that have not ended.
+    /// A request lists exactly its sequences.
     fn check_requests(&self) -> Result<(), String> {
-        let mut samples: HashMap<u64, u32> = HashMap::new();
-        for (_, sequence) in self.sequences.iter() {
-            *samples.entry(sequence.request.0).or_default() += sequence.num_rows();
+        let listed: usize = self.requests.iter().map(|live| live.sequences.len()).sum();
+        if listed != self.sequences.len() {
+            return Err(format!(
+                "requests list {listed} sequences, {} live",
+                self.sequences.len()
+            ));
         }
-        for live in self.requests.iter().flatten() {
-            let counted = samples.remove(&live.request.id.0).unwrap_or(0);
-            if live.num_live != counted {
-                return Err(format!(
-                    "request {} counts {} samples, {counted} live",
-                    live.request.id.0, live.num_live
-                ));
+        for (idx, sequence) in self.sequences.iter() {
+            let live = self.requests.find(sequence.request);
+            if !live.is_some_and(|live| live.sequences.contains(&idx)) {
+                return Err(format!("{:?} is not listed by its request", sequence.key));
             }
         }
-        if samples.is_empty() {
-            Ok(())
-        } else {
-            Err("a sequence outlived its request".into())
-        }
+        Ok(())
     }
 }

@@ -41,6 +41,9 @@ impl Edge {
     ///
     /// # Errors
     /// `Invalid` when it can never be served, `QueueFull` when too many are in flight. Nothing has changed then.
+    ///
+    /// # Panics
+    /// If the inbox had fewer places than there are flag slots, which the scheduler's constructor rules out.
     pub fn submit(
         &self,
         prompt: Vec<u32>,
@@ -49,23 +52,22 @@ impl Edge {
     ) -> Result<RequestId, SubmitError> {
         let shared = &self.shared;
         validate(&shared.config, &prompt, &params)?;
-        let full = SubmitError::QueueFull {
-            capacity: shared.config.max_queued_requests,
-        };
-        let Some(id) = shared.flags.acquire() else {
-            return Err(full);
-        };
+        let capacity = shared.config.max_queued_requests;
+        let id = shared
+            .flags
+            .acquire()
+            .ok_or(SubmitError::QueueFull { capacity })?;
         let request = Box::new(Request {
             id,
             prompt,
             params,
             salt,
         });
-        if self.inbox.push(request).is_err() {
-            // The ring has a place for every flag slot, so this is the moment in which the owner is still emptying it.
-            shared.flags.retire(id);
-            return Err(full);
-        }
+        // The ring has a place for every flag slot, and a slot is retired only after its request was taken out.
+        assert!(
+            self.inbox.push(request).is_ok(),
+            "who holds a flag slot has a place in the ring"
+        );
         shared.parker.unpark();
         Ok(id)
     }

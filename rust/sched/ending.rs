@@ -4,20 +4,17 @@ use crate::ids::RequestId;
 
 use super::request::FinishReason;
 use super::scheduler::Scheduler;
-use super::sequence::Status;
 use super::slab::SeqIdx;
 use super::step::Ended;
 
 impl Scheduler {
-    /// Ends every sample of a request, forked or not.
+    /// Ends every sample of a request, forked or not. Nothing happens if all of them have ended.
     pub(super) fn end_request(&mut self, request: RequestId, reason: FinishReason) {
-        let live: Vec<SeqIdx> = self
-            .sequences
-            .iter()
-            .filter(|(_, sequence)| sequence.request == request)
-            .map(|(idx, _)| idx)
-            .collect();
-        for idx in live {
+        let sequences = self
+            .requests
+            .find(request)
+            .map_or_else(Vec::new, |live| live.sequences.clone());
+        for idx in sequences {
             self.end_sequence(idx, reason, true);
         }
     }
@@ -25,25 +22,19 @@ impl Scheduler {
     /// Releases a sequence. `outside`: no commit reports its end, so the next step does.
     pub(super) fn end_sequence(&mut self, idx: SeqIdx, reason: FinishReason, outside: bool) {
         let mut sequence = self.sequences.remove(idx);
-        match sequence.status {
-            Status::Waiting => assert!(
-                self.waiting.remove(&sequence.key).is_some(),
-                "it is in the queue of its status"
-            ),
-            Status::Running => self.running.retain(|&other| other != idx),
-        }
+        let request = sequence.request;
+        self.queues.remove(sequence.tenant, sequence.key);
         if let Some(table) = sequence.table.as_mut() {
             table.release(&mut self.pool);
         }
-        let num_samples = sequence.num_rows();
-        for sample_index in sequence.key.sample_index..sequence.key.sample_index + num_samples {
-            if outside {
-                self.ended.push_back(Ended {
-                    request: sequence.request,
-                    sample_index,
-                    reason,
-                });
-            }
+        if outside {
+            let first = sequence.key.sample_index;
+            let samples = first..first + sequence.num_rows();
+            self.ended.extend(samples.map(|sample_index| Ended {
+                request,
+                sample_index,
+                reason,
+            }));
         }
         let counter = match reason {
             FinishReason::Stop => &mut self.stats.finished_stop,
@@ -51,23 +42,19 @@ impl Scheduler {
             FinishReason::Abort => &mut self.stats.finished_abort,
             FinishReason::Error => &mut self.stats.finished_error,
         };
-        *counter += u64::from(num_samples);
-        let slot = sequence.request.slot() as usize;
-        let live = self.requests[slot]
-            .as_mut()
-            .expect("a live sequence has a live request");
-        live.num_live -= num_samples;
-        if live.num_live == 0 {
-            self.requests[slot] = None;
-            self.edge.shared.flags.retire(sequence.request);
+        *counter += u64::from(sequence.num_rows());
+        let live = self.requests.of_mut(request);
+        live.sequences.retain(|&other| other != idx);
+        if live.sequences.is_empty() {
+            self.requests.remove(request);
+            self.tenants.leave(sequence.tenant);
+            self.edge.shared.flags.retire(request);
         }
     }
 
     /// Takes a sequence's blocks; it waits again and computes its tokens anew, except those still found by prefix.
     pub(super) fn preempt(&mut self, idx: SeqIdx) {
-        self.running.retain(|&other| other != idx);
         let sequence = self.sequences.get_mut(idx);
-        sequence.status = Status::Waiting;
         sequence.num_computed_before = sequence.num_computed_before.max(sequence.num_computed);
         sequence.num_computed = 0;
         sequence.num_preemptions += 1;
@@ -76,7 +63,9 @@ impl Scheduler {
             .take()
             .expect("a running sequence has a block table");
         table.release(&mut self.pool);
-        self.waiting.insert(sequence.key, idx);
+        sequence.num_admitted_before = self.num_admitted;
+        self.queues.remove(sequence.tenant, sequence.key);
+        self.queues.wait(sequence.tenant, sequence.key, idx);
         self.stats.preemptions += 1;
     }
 }

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use crate::ids::RequestId;
 
 use super::edge::Finish;
+use super::live::LiveRequest;
+use super::queues::QueueKey;
 use super::request::{FinishReason, Request};
-use super::scheduler::{LiveRequest, Scheduler};
-use super::sequence::{QueueKey, Sequence, Status};
+use super::scheduler::Scheduler;
+use super::sequence::Sequence;
 
 impl Scheduler {
     /// Takes in requests first, so that an early end finds the request that it names.
@@ -20,13 +22,8 @@ impl Scheduler {
             self.finish_outside(finish);
         }
         if shared.flags.take_any_aborted() {
-            let aborted: Vec<RequestId> = self
-                .requests
-                .iter()
-                .flatten()
-                .map(|live| live.request.id)
-                .filter(|&id| shared.flags.is_aborted(id))
-                .collect();
+            let ids = self.requests.iter().map(|live| live.request.id);
+            let aborted: Vec<RequestId> = ids.filter(|&id| shared.flags.is_aborted(id)).collect();
             for id in aborted {
                 self.end_request(id, FinishReason::Abort);
             }
@@ -34,16 +31,19 @@ impl Scheduler {
     }
 
     fn enqueue(&mut self, mut request: Box<Request>) {
+        let id = request.id;
         let tokens = std::mem::take(&mut request.prompt);
+        let tenant = self.tenants.enter(&request.salt);
         let key = QueueKey {
+            priority: request.params.priority,
             arrival: self.num_arrived,
             sample_index: 0,
         };
         self.num_arrived += 1;
-        let sequence = Sequence {
-            request: request.id,
+        let idx = self.sequences.insert(Sequence {
+            request: id,
+            tenant,
             key,
-            status: Status::Waiting,
             prompt_len: u32::try_from(tokens.len()).expect("submit bounds the prompt"),
             tokens,
             num_computed: 0,
@@ -51,41 +51,44 @@ impl Scheduler {
             pending_forks: request.params.n - 1,
             num_computed_before: 0,
             num_preemptions: 0,
+            hashes: Vec::new(),
+            num_passed: 0,
+            num_deferrals: 0,
+            num_admitted_before: self.num_admitted,
             last_step: 0,
-        };
-        let (id, slot) = (request.id, request.id.slot() as usize);
-        let num_live = request.params.n;
-        let idx = self.sequences.insert(sequence);
-        self.waiting.insert(key, idx);
-        let live = LiveRequest {
+        });
+        self.queues.wait(tenant, key, idx);
+        self.requests.insert(LiveRequest {
             request,
-            num_live,
-            num_cached_tokens: 0,
-            admitted: false,
-        };
-        assert!(
-            self.requests[slot].replace(live).is_none(),
-            "a flag slot belongs to one live request"
-        );
+            sequences: vec![idx],
+            num_cached_tokens: None,
+        });
         // An abort that came before this moment was raised for a request which no scan could find yet.
         if self.edge.shared.flags.is_aborted(id) {
             self.end_request(id, FinishReason::Abort);
         }
     }
 
+    /// Ends a sample at a stop string that was found outside.
+    ///
+    /// What was generated beyond it goes with its blocks. A sample that ended by itself in the meantime, in the one
+    /// step that was under way, stays as it ended: its blocks hold what its tokens say, and nothing leads there but
+    /// the same tokens.
     fn finish_outside(&mut self, finish: Finish) {
-        let found = self.sequences.iter().find(|(_, sequence)| {
-            sequence.request == finish.request && sequence.key.sample_index == finish.sample_index
-        });
-        // It may have ended by itself in the meantime, which is no fault of the caller's.
-        let Some((idx, sequence)) = found else { return };
-        let num_beyond = sequence.num_generated().saturating_sub(finish.num_tokens);
-        self.stats.generation_tokens -= u64::from(num_beyond);
-        let kept = sequence.num_tokens() - num_beyond;
+        let Some(live) = self.requests.find(finish.request) else {
+            return;
+        };
+        let is_meant = |idx: &_| self.sequences.get(*idx).key.sample_index == finish.sample_index;
+        let Some(idx) = live.sequences.iter().copied().find(is_meant) else {
+            return;
+        };
         let sequence = self.sequences.get_mut(idx);
+        let num_beyond = sequence.num_generated().saturating_sub(finish.num_tokens);
+        let num_kept = sequence.num_tokens() - num_beyond;
         if let Some(table) = sequence.table.as_mut() {
-            table.truncate(&mut self.pool, kept);
+            table.truncate(&mut self.pool, num_kept);
         }
+        self.stats.discarded_tokens += u64::from(num_beyond);
         self.end_sequence(idx, FinishReason::Stop, true);
     }
 }

@@ -3,7 +3,7 @@
 use crate::ids::{BlockId, RequestId};
 
 use super::scheduler::Scheduler;
-use super::sequence::{Sequence, Status};
+use super::sequence::Sequence;
 
 /// One sequence as a snapshot shows it.
 #[derive(Clone, Debug)]
@@ -27,7 +27,7 @@ impl Scheduler {
             .map(|sequence| SequenceView {
                 request: sequence.request,
                 sample_index: sequence.key.sample_index,
-                running: sequence.status == Status::Running,
+                running: sequence.table.is_some(),
                 num_tokens: sequence.num_tokens(),
                 num_computed: sequence.num_computed,
                 num_preemptions: sequence.num_preemptions,
@@ -40,8 +40,8 @@ impl Scheduler {
     }
 
     pub(super) fn publish_stats(&mut self) {
-        self.stats.num_running = self.running.len() as u64;
-        self.stats.num_waiting = self.waiting.len() as u64;
+        self.stats.num_running = self.queues.num_running() as u64;
+        self.stats.num_waiting = self.queues.num_waiting() as u64;
         self.stats.evictions = self.pool.num_evictions();
         self.stats.blocks_total = self.pool.num_blocks().into();
         self.stats.blocks_free = self.pool.num_free().into();
@@ -57,7 +57,7 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let mut shared_tails: Vec<BlockId> = Vec::new();
         let mut wasted = 0;
-        for &idx in &self.running {
+        for idx in self.queues.running() {
             let sequence = self.sequences.get(idx);
             let blocks = sequence.table().blocks();
             let Some(&tail) = blocks.last() else { continue };

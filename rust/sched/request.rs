@@ -25,6 +25,8 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<u32>,
     /// Whether the model's end tokens are ordinary ones.
     pub ignore_eos: bool,
+    /// The least number is served first.
+    pub priority: i32,
     /// -1: none; k: the sampled token's and the k most likely ones' log-probabilities. The core only carries it.
     pub num_logprobs: i32,
 }
@@ -41,6 +43,7 @@ impl Default for SamplingParams {
             seed: 0,
             stop_token_ids: Vec::new(),
             ignore_eos: false,
+            priority: 0,
             num_logprobs: -1,
         }
     }

@@ -1,6 +1,6 @@
 //! Control flow of a step: `schedule` decides and writes the arena, `commit` takes the sampled tokens.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::block::{BlockPool, PoolConfig, PrefixHit};
@@ -10,21 +10,14 @@ use crate::ids::{BlockId, RequestId};
 use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, inbox};
 
 use super::edge::{Edge, Shared};
+use super::fairness::Tenants;
+use super::live::LiveRequests;
+use super::policy;
+use super::queues::{QueueKey, Queues};
 use super::request::{FinishReason, Request};
-use super::sequence::{QueueKey, Sequence, Status};
+use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
 use super::step::{self, Ended, Part, StepHeader, Writer};
-
-/// A request whose samples have not all ended.
-#[derive(Debug)]
-pub(super) struct LiveRequest {
-    pub(super) request: Box<Request>,
-    /// Samples that have not ended, forked or not.
-    pub(super) num_live: u32,
-    /// Prompt tokens that the first admission found in the cache.
-    pub(super) num_cached_tokens: u32,
-    pub(super) admitted: bool,
-}
 
 /// A sequence's place in the step that is being built or in flight.
 #[derive(Clone, Copy, Debug)]
@@ -42,11 +35,9 @@ pub struct Scheduler {
     pub(super) config: CoreConfig,
     pub(super) pool: BlockPool,
     pub(super) sequences: Slab<Sequence>,
-    /// Indexed by the request's flag slot.
-    pub(super) requests: Vec<Option<LiveRequest>>,
-    pub(super) waiting: BTreeMap<QueueKey, SeqIdx>,
-    /// In the order of their keys: the oldest first.
-    pub(super) running: Vec<SeqIdx>,
+    pub(super) requests: LiveRequests,
+    pub(super) queues: Queues,
+    pub(super) tenants: Tenants,
     /// The step being built, or in flight.
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
@@ -54,8 +45,11 @@ pub struct Scheduler {
     pub(super) step_id: u64,
     pub(super) in_flight: bool,
     pub(super) stats: Stats,
+    /// Kept to be filled again by the next lookup.
     pub(super) hit: PrefixHit,
     pub(super) num_arrived: u64,
+    /// Admissions of all sequences, repeated ones too: the clock by which waiting is measured.
+    pub(super) num_admitted: u64,
     pub(super) inbox: Receiver<Box<Request>>,
     pub(super) edge: Edge,
 }
@@ -67,6 +61,7 @@ impl Scheduler {
     /// `InvalidConfig` names the first size that is out of bounds.
     pub fn new(config: CoreConfig, hash_key: [u64; 4]) -> Result<Self, InvalidConfig> {
         config.validate()?;
+        step::check_arena_len(&config)?;
         let capacity = config.max_queued_requests as usize;
         let (sender, receiver) = inbox(capacity);
         let shared = Arc::new(Shared {
@@ -87,9 +82,9 @@ impl Scheduler {
             config,
             pool,
             sequences: Slab::new(),
-            requests: (0..capacity).map(|_| None).collect(),
-            waiting: BTreeMap::new(),
-            running: Vec::new(),
+            requests: LiveRequests::new(capacity),
+            queues: Queues::default(),
+            tenants: Tenants::default(),
             scheduled: Vec::new(),
             copies: Vec::new(),
             ended: VecDeque::new(),
@@ -98,6 +93,7 @@ impl Scheduler {
             stats: Stats::default(),
             hit: PrefixHit::default(),
             num_arrived: 0,
+            num_admitted: 0,
             inbox: receiver,
             edge: Edge {
                 shared,
@@ -244,24 +240,20 @@ impl Scheduler {
     fn schedule_running(&mut self, budget: &mut Budget, decodes: bool) -> u32 {
         let mut num_scheduled = 0;
         let mut at = 0;
-        while at < self.running.len() && budget.tokens > 0 {
-            let idx = self.running[at];
+        // Whoever is preempted on the way stands behind `at`.
+        while let Some(idx) = self.queues.running_at(at).filter(|_| budget.tokens > 0) {
+            at += 1;
             let sequence = self.sequences.get(idx);
-            if sequence.last_step == self.step_id
-                || (sequence.num_remaining() == 1 && sequence.pending_forks == 0) != decodes
-            {
-                at += 1;
+            if sequence.last_step == self.step_id || sequence.decodes() != decodes {
                 continue;
             }
             let Some(part) = budget.part_of(idx, sequence, sequence.num_computed) else {
-                at += 1;
                 continue;
             };
             if self.make_room(idx, part.num_tokens) {
                 self.push_part(part, budget);
                 num_scheduled += 1;
             }
-            at += 1;
         }
         num_scheduled
     }
@@ -285,20 +277,17 @@ impl Scheduler {
         }
     }
 
-    /// The newest running sequence that is newer than `idx` and not part of this step.
+    /// A running sequence behind `idx` that is not part of this step, chosen by `policy`.
     ///
-    /// Without one, `idx` keeps its blocks and sits the step out. The oldest sequence is never a victim, and it can
+    /// Without one, `idx` keeps its blocks and sits the step out. The first sequence is never a victim, and it can
     /// take every block that no sequence of this step holds, so something always gets on.
     fn victim(&self, idx: SeqIdx) -> Option<SeqIdx> {
-        let newer = self
-            .running
-            .iter()
-            .rev()
-            .copied()
-            .take_while(|&other| other != idx);
-        newer
-            .into_iter()
-            .find(|&other| self.sequences.get(other).last_step != self.step_id)
+        let key = self.sequences.get(idx).key;
+        let spare = |&other: &SeqIdx| self.sequences.get(other).last_step != self.step_id;
+        self.queues.running_after(key).filter(spare).max_by_key(|&other| {
+            let sequence = self.sequences.get(other);
+            policy::victim_rank(sequence.key, sequence.num_preemptions)
+        })
     }
 
     pub(super) fn push_part(&mut self, part: Scheduled, budget: &mut Budget) {
@@ -324,17 +313,13 @@ impl Scheduler {
         let num_table_blocks = self
             .scheduled
             .iter()
-            .map(|part| {
-                self.config
-                    .blocks_for(self.sequences.get(part.seq).num_computed + part.num_tokens)
-                    as usize
-            })
+            .map(|part| self.config.blocks_for(part.num_computed + part.num_tokens) as usize)
             .sum();
         let mut writer = Writer::new(arena, &header, num_table_blocks, block_size);
         for part in &self.scheduled {
             let sequence = self.sequences.get(part.seq);
-            let live = self.live(sequence.request);
-            let start = sequence.num_computed;
+            let live = self.requests.of(sequence.request);
+            let start = part.num_computed;
             writer.part(&Part {
                 request: sequence.request,
                 tokens: &sequence.tokens[start as usize..(start + part.num_tokens) as usize],
@@ -343,7 +328,7 @@ impl Scheduler {
                 sample_index: sequence.key.sample_index,
                 num_rows: part.num_rows,
                 params: &live.request.params,
-                num_cached_tokens: live.num_cached_tokens,
+                num_cached_tokens: live.num_cached_tokens.expect("only what was admitted runs"),
             });
         }
         writer.finish(&self.copies, self.ended.drain(..num_ended));
@@ -356,15 +341,18 @@ impl Scheduler {
     /// Counts the computed tokens and publishes the blocks that became full.
     fn advance(&mut self, part: Scheduled) {
         let sequence = self.sequences.get_mut(part.seq);
-        let start = sequence.num_computed;
-        sequence.num_computed += part.num_tokens;
+        let start = part.num_computed;
+        sequence.num_computed = start + part.num_tokens;
         let num_again = sequence
             .num_computed_before
             .saturating_sub(start)
             .min(part.num_tokens);
         self.stats.recomputed_tokens += u64::from(num_again);
         let num_prompt = sequence.prompt_len.saturating_sub(start).min(part.num_tokens);
-        self.stats.prompt_tokens += u64::from(num_prompt.saturating_sub(num_again));
+        let num_new_prompt = num_prompt.saturating_sub(num_again);
+        self.stats.prompt_tokens += u64::from(num_new_prompt);
+        self.tenants
+            .charge(sequence.tenant, num_new_prompt, part.num_rows);
         self.stats.scheduled_tokens += u64::from(part.num_tokens);
         let table = sequence
             .table
@@ -373,21 +361,17 @@ impl Scheduler {
         table.publish(&mut self.pool, &sequence.tokens, sequence.num_computed);
     }
 
-    /// Appends the sampled tokens: the first to the sequence, the others to its forks.
+    /// Appends the sampled tokens: the first to the sequence, the others to its forks, in the order of the rows.
     fn append(&mut self, idx: SeqIdx, sampled: &[i32], states: &mut Vec<i32>) {
-        let first = self.sequences.get(idx).key.sample_index;
-        for (sample_index, &token) in (first + 1..).zip(&sampled[1..]) {
-            self.fork(idx, sample_index, token.cast_unsigned());
+        let mut samples = vec![idx];
+        // All of them share the prompt before the first one can end and release it.
+        for (sample_index, &token) in (1..).zip(&sampled[1..]) {
+            samples.push(self.fork(idx, sample_index, token.cast_unsigned()));
         }
-        let forks = sampled.len() - 1;
         let sequence = self.sequences.get_mut(idx);
-        sequence.pending_forks -= u32::try_from(forks).expect("n is bounded");
+        sequence.pending_forks = 0;
         sequence.tokens.push(sampled[0].cast_unsigned());
-        let key = sequence.key;
-        // Forks were added in the order of their rows; each is looked at once, after all of them share the prompt.
-        for sample_index in first..=first + u32::try_from(forks).expect("n is bounded") {
-            let key = QueueKey { sample_index, ..key };
-            let idx = self.find(key);
+        for idx in samples {
             self.stats.generation_tokens += 1;
             let state = self.finish_state(idx);
             states.push(state.map_or(0, |reason| reason as i32));
@@ -398,39 +382,45 @@ impl Scheduler {
     }
 
     /// Adds a sample that shares every block of `parent`. Without a place to run it waits, and finds them by prefix.
-    fn fork(&mut self, parent: SeqIdx, sample_index: u32, token: u32) {
-        let place = self.running.len() < self.config.max_num_seqs as usize;
+    fn fork(&mut self, parent: SeqIdx, sample_index: u32, token: u32) -> SeqIdx {
+        let has_place = self.queues.num_running() < self.config.max_num_seqs as usize;
         let sequence = self.sequences.get(parent);
+        let (request, tenant) = (sequence.request, sequence.tenant);
+        let key = QueueKey {
+            sample_index,
+            ..sequence.key
+        };
         let mut tokens = sequence.tokens.clone();
         tokens.push(token);
-        let child = Sequence {
-            request: sequence.request,
-            key: QueueKey {
-                sample_index,
-                ..sequence.key
-            },
-            status: if place { Status::Running } else { Status::Waiting },
+        let idx = self.sequences.insert(Sequence {
+            request,
+            tenant,
+            key,
             tokens,
             prompt_len: sequence.prompt_len,
-            num_computed: if place { sequence.num_computed } else { 0 },
-            table: place.then(|| sequence.table().fork(&mut self.pool)),
+            num_computed: if has_place { sequence.num_computed } else { 0 },
+            table: has_place.then(|| sequence.table().fork(&mut self.pool)),
             pending_forks: 0,
             num_computed_before: sequence.num_computed,
             num_preemptions: 0,
+            hashes: Vec::new(),
+            num_passed: 0,
+            num_deferrals: 0,
+            num_admitted_before: self.num_admitted,
             last_step: 0,
-        };
-        let key = child.key;
-        let idx = self.sequences.insert(child);
-        if place {
-            self.insert_running(idx);
+        });
+        if has_place {
+            self.queues.run(key, idx);
         } else {
-            self.waiting.insert(key, idx);
+            self.queues.wait(tenant, key, idx);
         }
+        self.requests.of_mut(request).sequences.push(idx);
+        idx
     }
 
     fn finish_state(&self, idx: SeqIdx) -> Option<FinishReason> {
         let sequence = self.sequences.get(idx);
-        let params = &self.live(sequence.request).request.params;
+        let params = &self.requests.of(sequence.request).request.params;
         let token = *sequence.tokens.last().expect("a sequence has tokens");
         if (!params.ignore_eos && self.config.eos_token_ids.contains(&token))
             || params.stop_token_ids.contains(&token)
@@ -438,29 +428,6 @@ impl Scheduler {
             return Some(FinishReason::Stop);
         }
         (sequence.num_generated() >= params.max_tokens).then_some(FinishReason::Length)
-    }
-
-    pub(super) fn insert_running(&mut self, idx: SeqIdx) {
-        let key = self.sequences.get(idx).key;
-        let at = self
-            .running
-            .partition_point(|&other| self.sequences.get(other).key < key);
-        self.running.insert(at, idx);
-    }
-
-    fn find(&self, key: QueueKey) -> SeqIdx {
-        self.waiting.get(&key).copied().unwrap_or_else(|| {
-            let at = self
-                .running
-                .partition_point(|&other| self.sequences.get(other).key < key);
-            self.running[at]
-        })
-    }
-
-    pub(super) fn live(&self, request: RequestId) -> &LiveRequest {
-        self.requests[request.slot() as usize]
-            .as_ref()
-            .expect("a live sequence has a live request")
     }
 }
 

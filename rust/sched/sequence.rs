@@ -3,25 +3,15 @@
 use crate::block::BlockTable;
 use crate::ids::RequestId;
 
-/// Place in every queue: requests in the order in which they arrived, then their samples.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct QueueKey {
-    pub(super) arrival: u64,
-    pub(super) sample_index: u32,
-}
+use super::fairness::TenantIdx;
+use super::queues::QueueKey;
 
-/// Which queue a sequence is in. It is in exactly one.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Status {
-    Waiting,
-    Running,
-}
-
+/// It runs while it has a block table, and waits otherwise.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) request: RequestId,
+    pub(super) tenant: TenantIdx,
     pub(super) key: QueueKey,
-    pub(super) status: Status,
     /// Prompt and generated tokens.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: u32,
@@ -34,6 +24,14 @@ pub(super) struct Sequence {
     /// Tokens computed before the last preemption: computing them again is no new work.
     pub(super) num_computed_before: u32,
     pub(super) num_preemptions: u32,
+    /// Chain hashes of its full blocks as of the last admission, to see who computes what others wait for.
+    pub(super) hashes: Vec<u64>,
+    /// Steps in which it did not fit and another one was looked at instead.
+    pub(super) num_passed: u32,
+    /// Steps in which it waited for a block that another sequence was computing.
+    pub(super) num_deferrals: u32,
+    /// Admissions of any sequence before it began to wait.
+    pub(super) num_admitted_before: u64,
     /// The number of the last step that holds it: such a sequence is no victim of that step.
     pub(super) last_step: u64,
 }
@@ -54,6 +52,11 @@ impl Sequence {
 
     pub(super) fn table(&self) -> &BlockTable {
         self.table.as_ref().expect("a running sequence has a block table")
+    }
+
+    /// Whether its next step computes one token and samples one.
+    pub(super) fn decodes(&self) -> bool {
+        self.num_remaining() == 1 && self.pending_forks == 0
     }
 
     /// Rows to sample once all its tokens are computed.

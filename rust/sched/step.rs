@@ -24,11 +24,12 @@
 //! ended         E*4   request id (low, high), sample index, reason: sequences that ended outside a commit
 //! ```
 //!
-//! Sequences with one scheduled token that is sampled (decodes) come first. A prompt with n samples has n rows that
-//! read the same token's logits. A chunk that does not reach the prompt's end has no row.
+//! The first sequences are those that decode: one scheduled token, which is sampled. Others may have one token too. A
+//! prompt with n samples has n rows that read the same token's logits. A chunk that does not reach the prompt's end has no row.
 
 use crate::block::BlockTable;
 use crate::config::{CoreConfig, MAX_ENDED_PER_STEP};
+use crate::error::InvalidConfig;
 use crate::ids::{BlockId, RequestId};
 
 use super::request::{FinishReason, SamplingParams};
@@ -120,6 +121,23 @@ pub(super) fn arena_len(config: &CoreConfig) -> usize {
         + rows * (1 + SAMPLING_WORDS + ROW_WORDS)
         + 2 * sequences
         + ROW_WORDS * MAX_ENDED_PER_STEP
+}
+
+/// Refuses sizes whose arena would be too long for the offsets in its directory.
+pub(super) fn check_arena_len(config: &CoreConfig) -> Result<(), InvalidConfig> {
+    let len = arena_len(config);
+    if i32::try_from(len).is_ok() {
+        return Ok(());
+    }
+    let allowed = format!(
+        "fewer, where {len} words are needed to describe a step and at most {} can be",
+        i32::MAX
+    );
+    Err(InvalidConfig {
+        field: "max_num_seqs",
+        value: config.max_num_seqs.into(),
+        allowed,
+    })
 }
 
 /// Writes steps into an arena whose sections were measured before.

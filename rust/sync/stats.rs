@@ -42,6 +42,8 @@ stats! {
     prompt_tokens,
     /// Tokens generated.
     generation_tokens,
+    /// Of those, tokens beyond a stop string that was found outside.
+    discarded_tokens,
     /// Prompt tokens looked up in the prefix index, at first admission only.
     prefix_queries,
     /// Of those, tokens found.

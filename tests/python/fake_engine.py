@@ -6,28 +6,28 @@ It has the parts of `AsyncLLM` that the server uses. Knobs make it slow, full, f
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, cast
 
 from aiohttp.test_utils import TestClient, TestServer
 
 from pagedkv.config import EngineConfig
-from pagedkv.errors import EngineDead, InvalidRequest, QueueFull, RequestFailed
-from pagedkv.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagedkv.errors import EngineDead, QueueFull, RequestFailed
+from pagedkv.outputs import FinishReason, Logprob, RequestMetrics, SampleChange
+from pagedkv.request import Limits, Prompt, Request, make_request
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.serve.app import build_app
 from pagedkv.serve.served import ServeOptions
-from pagedkv.text.errors import ChatTemplateError
+from pagedkv.text import ChatTemplateError, Tokenizer
 
 EOS = 256
 VOCAB_SIZE = 5000
 STAT_NAMES = """
-    steps scheduled_tokens prompt_tokens generation_tokens prefix_queries prefix_hits recomputed_tokens
-    preemptions evictions copies finished_stop finished_length finished_abort finished_error num_running
-    num_waiting blocks_total blocks_free blocks_idle blocks_owned blocks_fenced wasted_slots
+    steps scheduled_tokens prompt_tokens generation_tokens discarded_tokens prefix_queries prefix_hits
+    recomputed_tokens preemptions evictions copies finished_stop finished_length finished_abort finished_error
+    num_running num_waiting blocks_total blocks_free blocks_idle blocks_owned blocks_fenced wasted_slots
 """
 ANSWER = "Grüße \U0001f9ea {index} of {prompt}. "
 
@@ -66,40 +66,53 @@ class FakeSample:
 
     index: int
     planned: list[int]
-    params: SamplingParams
+    request: Request
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_taken: int = 0
+    num_chars_taken: int = 0
+    took_end: bool = False
 
     def step(self) -> None:
         if self.finish_reason is not None:
             return
+        params = self.request.params
         self.token_ids.append(self.planned[len(self.token_ids)])
-        for stop in self.params.stop_strings:
+        for stop in params.stop_strings:
             if stop in bytes(self.token_ids).decode(errors="ignore"):
                 self.finish_reason, self.stop_reason = "stop", stop
-        if self.token_ids[-1] in self.params.stop_ids:
+        if self.token_ids[-1] in params.stop_ids:
             self.finish_reason, self.stop_reason = "stop", self.token_ids[-1]
-        elif self.finish_reason is None and len(self.token_ids) == self.params.max_tokens:
+        elif self.finish_reason is None and len(self.token_ids) == self.request.max_tokens:
             self.finish_reason = "length"
 
-    def output(self) -> CompletionOutput:
+    def text(self) -> str:
+        """What is certain by now."""
         text = bytes(self.token_ids).decode(errors="ignore" if self.finish_reason is None else "replace")
         if self.finish_reason == "stop" and isinstance(self.stop_reason, str):
-            text = text[: text.index(self.stop_reason)]
-        elif self.finish_reason is None and self.params.stop_strings:
+            return text[: text.index(self.stop_reason)]
+        if self.finish_reason is None and self.request.params.stop_strings:
             # Holds back whatever could still become a stop string, in the simplest way.
-            longest = max(map(len, self.params.stop_strings))
-            text = text[: max(0, len(text) - longest + 1)]
+            longest = max(map(len, self.request.params.stop_strings))
+            return text[: max(0, len(text) - longest + 1)]
+        return text
+
+    def take_change(self) -> SampleChange | None:
+        text, token_ids = self.text()[self.num_chars_taken :], self.token_ids[self.num_taken :]
+        ended = self.finish_reason is not None
+        if self.took_end or not (text or token_ids or ended):
+            return None
+        self.num_chars_taken += len(text)
+        self.num_taken += len(token_ids)
+        self.took_end = ended
         logprobs = None
-        if self.params.logprobs is not None:
-            logprobs = [self._logprobs(token_id) for token_id in self.token_ids]
-        return CompletionOutput(
-            self.index, text, list(self.token_ids), self.finish_reason, self.stop_reason, logprobs
-        )
+        if self.request.params.logprobs is not None:
+            logprobs = [self._logprobs(token_id) for token_id in token_ids]
+        return SampleChange(self.index, text, token_ids, logprobs, self.finish_reason, self.stop_reason)
 
     def _logprobs(self, token_id: int) -> dict[int, Logprob]:
-        most = self.params.logprobs or 0
+        most = self.request.params.logprobs or 0
         ranked = [token_id, *(other for other in range(65, 91) if other != token_id)][: max(most, 1)]
         entry = {}
         for place, other in enumerate(ranked, start=1):
@@ -109,26 +122,26 @@ class FakeSample:
 
 
 class FakeStream:
-    """What `AsyncLLM.submit` gives; steps that nobody waited for are joined."""
+    """What the server reads of a stream of `AsyncLLM`; steps that nobody waited for are joined."""
 
-    def __init__(
-        self, engine: "FakeEngine", prompt: list[int], params: SamplingParams, request_id: str
-    ) -> None:
+    def __init__(self, engine: "FakeEngine", request: Request, request_id: str) -> None:
         self.engine = engine
+        self.request = request
         self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
-        self.metrics = RequestMetrics(time.monotonic())
-        name = engine.tokenizer.decode(prompt[:4])
+        self.metrics = RequestMetrics(request.arrival_time)
+        name = engine.tokenizer.decode(request.prompt_token_ids[:4])
         self.samples = []
-        for index in range(params.n):
+        for index in range(request.params.n):
             answer = ANSWER.format(index=index, prompt=name).encode()
-            planned = list(answer * (1 + (params.max_tokens or 0) // len(answer)))
-            self.samples.append(FakeSample(index, planned, params))
+            planned = list(answer * (1 + request.max_tokens // len(answer)))
+            self.samples.append(FakeSample(index, planned, request))
         self.error: Exception | None = None
         self.news = asyncio.Event()
-        self.exhausted = False
         self.task = asyncio.create_task(self.run())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.engine.num_cached_tokens
 
     @property
     def finished(self) -> bool:
@@ -138,35 +151,35 @@ class FakeStream:
         try:
             while not self.finished:
                 await asyncio.sleep(self.engine.step_s)
-                self.metrics.first_scheduled_time = self.metrics.first_scheduled_time or time.monotonic()
+                now = time.monotonic()
+                self.metrics.first_scheduled_time = self.metrics.first_scheduled_time or now
                 for sample in self.samples:
                     sample.step()
-                self.metrics.first_token_time = self.metrics.first_token_time or time.monotonic()
+                self.metrics.first_token_time = self.metrics.first_token_time or now
+                self.metrics.last_token_time = now
                 num_tokens = len(self.samples[0].token_ids)
                 if self.engine.fail_after is not None and num_tokens > self.engine.fail_after:
                     raise self.engine.failure
+                if self.finished:
+                    self.metrics.finished_time = now
                 self.news.set()
-            self.metrics.finished_time = time.monotonic()
         except Exception as error:
             self.error = error
         finally:
             self.engine.running.discard(self)
             self.news.set()
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self.exhausted:
-            raise StopAsyncIteration
-        await self.news.wait()
-        self.news.clear()
-        self.exhausted = self.finished
-        if self.error is not None:
-            raise self.error
-        outputs = [sample.output() for sample in self.samples]
-        cached = self.engine.num_cached_tokens
-        return RequestOutput(self.request_id, None, self.prompt, outputs, self.finished, cached, self.metrics)
+    async def changes(self) -> AsyncGenerator[list[SampleChange], None]:
+        exhausted = False
+        while not exhausted:
+            await self.news.wait()
+            self.news.clear()
+            exhausted = self.finished
+            if self.error is not None:
+                raise self.error
+            changes = [sample.take_change() for sample in self.samples]
+            if any(changes):
+                yield [change for change in changes if change is not None]
 
     def abort(self) -> None:
         if self in self.engine.running:
@@ -196,13 +209,11 @@ class FakeEngine:
     heartbeat_age: float = 0.0
     num_cached_tokens: int = 0
     submitted: list[FakeStream] = field(default_factory=list)
-    salts: list[bytes] = field(default_factory=list)
     running: set[FakeStream] = field(default_factory=set)
     aborted: list[FakeStream] = field(default_factory=list)
     was_shut_down: bool = False
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     config: EngineConfig = field(default_factory=EngineConfig)
-    model_config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCAB_SIZE))
 
     @property
     def is_alive(self) -> bool:
@@ -219,19 +230,18 @@ class FakeEngine:
         }
         return stats | in_use | {"num_running": len(self.running), "prefix_hits": 3, "prefix_queries": 7}
 
-    def submit(
-        self, prompt: list[int], params: SamplingParams, request_id: str, *, salt: bytes = b""
-    ) -> FakeStream:
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams, **options: Any) -> Request:
+        limits = Limits(self.max_model_len, VOCAB_SIZE)
+        return make_request(prompt, sampling_params, cast(Tokenizer, self.tokenizer), limits, **options)
+
+    def submit(self, request: Request) -> FakeStream:
         if self.dead:
             raise EngineDead("the engine's thread died")
         if len(self.running) >= self.capacity:
             raise QueueFull(f"{self.capacity} requests are in flight.")
-        if len(prompt) + (params.max_tokens or 1) > self.max_model_len:
-            raise InvalidRequest("the server should have seen that this is too long")
-        stream = FakeStream(self, prompt, params, request_id)
+        stream = FakeStream(self, request, str(len(self.submitted)))
         self.submitted.append(stream)
         self.running.add(stream)
-        self.salts.append(salt)
         return stream
 
     async def shutdown(self) -> None:
@@ -240,12 +250,21 @@ class FakeEngine:
 
 @asynccontextmanager
 async def serving(
-    engine: Any, *, names: tuple[str, ...] = ("mock",), strict: bool = False, api_key: str | None = None
+    engine: Any,
+    *,
+    names: tuple[str, ...] = ("mock",),
+    strict: bool = False,
+    api_key: str | None = None,
+    keeps_engine: bool = False,
 ) -> AsyncIterator[TestClient]:
-    """A client of a server around `engine`, set up as `python -m pagedkv.serve` does it."""
-    options = ServeOptions(names, "mock-root", strict, api_key)
-    server = TestServer(build_app(engine, options))
-    async with TestClient(server) as client:
+    """A client of a server around `engine`, set up as `python -m pagedkv.serve` does it.
+
+    `keeps_engine`: the engine outlives its server, so that its state can be looked at afterwards.
+    """
+    app = build_app(engine, ServeOptions(names, "mock-root", strict, api_key))
+    if keeps_engine:
+        app.on_shutdown.clear()
+    async with TestClient(TestServer(app)) as client:
         yield client
 
 

@@ -1,13 +1,13 @@
 """The views of the arena, on the golden step that the Rust core writes in its own test, and on bad ones."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from arena_writer import sampling_words, write_arena
-from pagedkv.batch import StepBatch
-from pagedkv.ops import SamplingRows
+from pagedkv.batch import SamplingRows, StepBatch, arena_section
 
 GOLDEN = Path(__file__).parents[1] / "data" / "arena_v1.txt"
 
@@ -18,9 +18,6 @@ def golden() -> torch.Tensor:
 
 def test_the_golden_step_is_read_as_the_core_wrote_it() -> None:
     batch = StepBatch.from_arena(golden(), num_decodes=1)
-    assert batch.num_tokens == 12
-    assert batch.num_sequences == 3
-    assert batch.num_rows == 3
     assert batch.num_decodes == 1
     assert batch.token_ids.tolist() == [23, 27, 4, 11, 18, 25, 2, 10, 17, 24, 1, 8]
     assert batch.token_source.tolist() == [-1] * 12
@@ -32,10 +29,6 @@ def test_the_golden_step_is_read_as_the_core_wrote_it() -> None:
     assert batch.block_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.sample_rows.tolist() == [0, 6, 6]
     assert batch.copies.shape == (0, 2)
-    assert batch.rows.tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 1, 0]]
-    assert batch.ended.tolist() == [[2, 0, 0, 3]]
-    assert batch.max_query_len == 6
-    assert batch.max_seq_len == 6
     sampling = batch.sampling
     assert sampling.temperature.tolist() == [0.5, 0.0, 0.0]
     assert sampling.top_p.tolist() == pytest.approx([0.9, 1.0, 1.0])
@@ -51,6 +44,14 @@ def test_the_golden_step_is_read_as_the_core_wrote_it() -> None:
     assert sampling.max_num_logprobs == 3
 
 
+@pytest.mark.parametrize("arena", [golden(), golden().numpy()], ids=["torch", "numpy"])
+def test_the_sections_for_the_host_are_tables(arena: Any) -> None:
+    assert arena_section(arena, "rows").tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 1, 0]]
+    assert arena_section(arena, "ended").tolist() == [[2, 0, 0, 3]]
+    assert arena_section(arena, "seq_lens").tolist() == [6, 6, 5]
+    assert isinstance(arena_section(arena, "ended"), type(arena))
+
+
 def test_views_share_the_memory_of_the_arena() -> None:
     arena = golden()
     batch = StepBatch.from_arena(arena, num_decodes=1)
@@ -60,7 +61,8 @@ def test_views_share_the_memory_of_the_arena() -> None:
 
 def test_what_lies_behind_the_used_part_is_not_read() -> None:
     padded = torch.cat((golden(), torch.full((50,), -7, dtype=torch.int32)))
-    assert StepBatch.from_arena(padded, 1).ended.tolist() == [[2, 0, 0, 3]]
+    assert StepBatch.from_arena(padded, 1).sample_rows.tolist() == [0, 6, 6]
+    assert arena_section(padded, "ended").tolist() == [[2, 0, 0, 3]]
 
 
 def test_a_section_that_is_not_known_is_no_obstacle() -> None:

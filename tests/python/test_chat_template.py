@@ -125,7 +125,7 @@ def test_the_last_message_can_be_continued(template: str, content: Any, tmp_path
 
 def test_bos_is_there_once(tmp_path: Path) -> None:
     tokenizer, _ = load(tmp_path, chat_template=LLAMA3)
-    assert tokenizer.bos_token_id == tokenizer.token_id("<s>") == 0
+    assert tokenizer.token_id("<s>") == 0
     assert tokenizer.chat_prompt([USER]).count(0) == 1
     assert tokenizer.encode("a completion").count(0) == 1
 
@@ -141,13 +141,13 @@ def test_templates_by_name_and_in_files(tmp_path: Path) -> None:
         assert text == reference.apply_chat_template([USER], tools=tools, tokenize=False)
 
     (tmp_path / "chat_template.jinja").write_text("from a file {{ messages[0].role }}")
-    tokenizer = Tokenizer.load(tiny.Source(tmp_path, "directory"))
+    tokenizer = Tokenizer.load(tiny.directory(tmp_path))
     assert tokenizer.chat_templates.names == ["default"]
     assert tokenizer.chat_text([USER], tools=TOOLS) == "from a file user"
 
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
-    tokenizer = Tokenizer.load(tiny.Source(tmp_path, "directory"))
+    tokenizer = Tokenizer.load(tiny.directory(tmp_path))
     reference = AutoTokenizer.from_pretrained(str(tmp_path))
     for tools in (None, TOOLS):
         text = tokenizer.chat_text([USER], tools=tools)
@@ -163,7 +163,7 @@ def test_the_date_is_todays() -> None:
 
 def test_a_missing_template_is_named(tmp_path: Path) -> None:
     tokenizer, _ = load(tmp_path)
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_templates.names == []
     with pytest.raises(
         ChatTemplateError, match=r"'tiny' has no chat template: there is no chat_template\.jinja or"
     ):

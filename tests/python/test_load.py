@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fake_engine import events_of, serving
 from pagedkv import AsyncLLM, SamplingParams
-from tiny_llm import TIE, Checkpoint, make_checkpoint, prompts
+from tiny_llm import TIE, Checkpoint, at_rest, prompts
 
 NUM_CONNECTIONS = 64
 NUM_REQUESTS = 1000
@@ -54,11 +54,6 @@ class LoneRun:
             f"token {parted} led by {self.margins[parted]}: {text!r} != {self.text!r}"
         )
         return False
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @asynccontextmanager
@@ -135,7 +130,7 @@ async def test_answers_under_load_are_those_of_lone_runs(checkpoint: Checkpoint)
                 wasted.append(stats["wasted_slots"])
                 await asyncio.sleep(0.05)
 
-        async with serving(Kept(engine)) as client:
+        async with serving(engine, keeps_engine=True) as client:
             watcher = asyncio.create_task(watch())
             await asyncio.gather(*(connection(client) for _ in range(NUM_CONNECTIONS)))
             assert not watcher.done(), watcher.exception()
@@ -146,7 +141,6 @@ async def test_answers_under_load_are_those_of_lone_runs(checkpoint: Checkpoint)
                 for family in text_string_to_metric_families(await (await client.get("/metrics")).text())
                 for sample in family.samples
             }
-        await engine.check_invariants()
         stats = engine.stats()
     assert metrics["pagedkv:kv_blocks", "used"] == 0
     assert metrics["pagedkv:kv_blocks", "idle"] + metrics["pagedkv:kv_blocks", "free"] == NUM_BLOCKS
@@ -155,26 +149,3 @@ async def test_answers_under_load_are_those_of_lone_runs(checkpoint: Checkpoint)
     assert len(whole) > NUM_REQUESTS * 0.6
     assert sum(whole) > 0.95 * len(whole), "ties are rare"
     assert max(wasted) > 0
-
-
-class Kept:
-    """An engine that a server does not shut down."""
-
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)
-
-    async def shutdown(self) -> None:
-        pass
-
-
-async def at_rest(engine: AsyncLLM) -> None:
-    """Waits until no block is used."""
-    for _ in range(500):
-        stats = engine.stats()
-        if not stats["blocks_owned"] + stats["blocks_fenced"] + stats["num_running"] + stats["num_waiting"]:
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail(f"blocks are still used: {engine.stats()}")

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from arena_writer import sampling_words, write_arena
-from pagedkv.batch import StepBatch
+from pagedkv import ops
+from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.errors import BackendUnavailable
-from pagedkv.ops import SamplingRows, choose, philox, reference
+from pagedkv.ops import choose, philox, reference
 
 
 def rows(*fields: dict[str, Any]) -> SamplingRows:
@@ -240,15 +241,36 @@ def test_copies_read_all_sources_before_they_write() -> None:
     reference.copy_blocks(layers, torch.empty((0, 2), dtype=torch.int32))
 
 
-def test_backends_are_chosen_by_name() -> None:
-    assert choose("reference").name == "reference"
-    assert choose("cpu").device_type == "cpu"
-    with pytest.raises(BackendUnavailable, match="'tpu'; allowed are auto, reference, cpu, cuda"):
-        choose("tpu")
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_backends_are_chosen_by_name(name: str) -> None:
+    assert choose(name).name == name
 
 
-def test_without_a_gpu_cuda_says_so_and_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tpu", "auto"])
+def test_an_unknown_backend_is_refused(name: str) -> None:
+    with pytest.raises(BackendUnavailable, match=f"'{name}', allowed: reference, cpu, cuda"):
+        choose(name)
+
+
+def test_without_a_gpu_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose("auto").device_type == "cpu"
     with pytest.raises(BackendUnavailable, match='torch sees no GPU; use device="cpu"'):
+        choose("cuda")
+
+
+def test_without_kernels_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ops, "has_cuda_kernels", lambda: False)
+    with pytest.raises(BackendUnavailable, match=r'no CUDA kernels yet; use device="cpu" .*--device cpu'):
+        choose("cuda")
+
+
+def test_what_the_kernels_lack_is_not_taken_for_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'cupy'", name="cupy")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ops, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(ops.importlib, "import_module", load)
+    with pytest.raises(ModuleNotFoundError, match="cupy"):
         choose("cuda")

@@ -134,10 +134,11 @@ def test_null_is_absent_inside_messages_and_options() -> None:
         ("cache_salt", 5),
         ("prompt", []),
         ("prompt", [[1], "a"]),
-        ("prompt", [1, True]),
+        ("prompt", [True, 1]),
         ("prompt", [1.5]),
         ("prompt", {"a": 1}),
-        ("prompt", [[1], [True]]),
+        ("prompt", ["a", 5]),
+        ("prompt", ["a", [1]]),
     ],
 )
 def test_wrong_value_names_field_and_value(field: str, value: Any) -> None:
@@ -319,6 +320,17 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_json(raw)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("raw", [b'{"a": [1, -2, 3.5, {"b": null}], "c": {}}', b"[1]", b"{", b'{"a": NaN}'])
+def test_yielding_to_other_threads_changes_nothing(raw: bytes) -> None:
+    def parsed(yielding: bool) -> Any:
+        try:
+            return parse_json(raw, yielding=yielding)
+        except ApiError as error:
+            return error.message
+
+    assert parsed(True) == parsed(False)
 
 
 def test_whole_surrogate_pairs_are_text() -> None:

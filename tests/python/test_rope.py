@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pagedkv.errors import ModelError
-from pagedkv.models import ModelConfig
+from pagedkv.models.hf_config import read_hf_config
 from pagedkv.models.rope import cos_sin_table, inv_freq
 from tiny_models import ROPE_KINDS
 
@@ -59,7 +59,7 @@ def test_frequencies_and_angles_equal_transformers(
     kind: str, parameters: dict[str, Any], theta: float, head_dim: int
 ) -> None:
     config = config_json({"rope_type": kind, "rope_theta": theta, **parameters}, head_dim=head_dim)
-    ours = ModelConfig.from_hf(config)
+    ours = read_hf_config(config)
     fields = {key: value for key, value in config.items() if key != "architectures"}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**fields))
     assert torch.equal(inv_freq(ours.rope, head_dim), theirs.inv_freq)
@@ -74,10 +74,10 @@ def test_frequencies_and_angles_equal_transformers(
 @pytest.mark.parametrize("type_key", ["type", "rope_type"])
 def test_the_dialects_of_transformers_4_and_5_say_the_same(kind: str, type_key: str) -> None:
     parameters = dict(next(fields for name, fields in CASES if name == kind))
-    new = ModelConfig.from_hf(config_json({"rope_type": kind, "rope_theta": 70_000.0, **parameters}))
+    new = read_hf_config(config_json({"rope_type": kind, "rope_theta": 70_000.0, **parameters}))
     old_config = config_json({}, rope_scaling={type_key: kind, **parameters}, rope_theta=70_000.0)
     del old_config["rope_parameters"]
-    assert ModelConfig.from_hf(old_config) == new
+    assert read_hf_config(old_config) == new
     assert new.rope.kind == kind
     assert new.rope.theta == 70_000.0
 
@@ -86,26 +86,26 @@ def test_the_dialects_of_transformers_4_and_5_say_the_same(kind: str, type_key: 
 def test_null_is_absent(nothing: Any) -> None:
     absent = config_json({})
     del absent["rope_parameters"]
-    expected = ModelConfig.from_hf(absent)
+    expected = read_hf_config(absent)
     assert expected.rope.kind == "default"
     assert expected.rope.theta == 10_000.0
-    assert ModelConfig.from_hf(config_json(nothing, rope_scaling=nothing)) == expected
+    assert read_hf_config(config_json(nothing, rope_scaling=nothing)) == expected
 
 
 def test_the_trained_length_includes_what_scaling_reaches() -> None:
     stretched = {"rope_type": "linear", "factor": 4.0}
-    linear = ModelConfig.from_hf(config_json(stretched, max_position_embeddings=2048))
+    linear = read_hf_config(config_json(stretched, max_position_embeddings=2048))
     assert linear.max_len == 8192
-    yarn = ModelConfig.from_hf(config_json({"rope_type": "yarn", **YARN}, max_position_embeddings=32768))
+    yarn = read_hf_config(config_json({"rope_type": "yarn", **YARN}, max_position_embeddings=32768))
     assert yarn.max_len == 131072
-    whole = ModelConfig.from_hf(config_json({"rope_type": "yarn", **YARN}))
+    whole = read_hf_config(config_json({"rope_type": "yarn", **YARN}))
     assert whole.max_len == 131072
-    llama3 = ModelConfig.from_hf(config_json({"rope_type": "llama3", **LLAMA3}))
+    llama3 = read_hf_config(config_json({"rope_type": "llama3", **LLAMA3}))
     assert llama3.max_len == 131072
 
 
 def test_dynamic_is_capped_at_the_trained_length() -> None:
-    config = ModelConfig.from_hf(
+    config = read_hf_config(
         config_json({"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=2048)
     )
     assert config.max_len == 2048
@@ -114,13 +114,13 @@ def test_dynamic_is_capped_at_the_trained_length() -> None:
 
 def test_original_length_beside_the_parameters_takes_precedence() -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-    config = ModelConfig.from_hf(config_json(rope, original_max_position_embeddings=4096))
+    config = read_hf_config(config_json(rope, original_max_position_embeddings=4096))
     assert config.rope.original_max_len == 4096
 
 
 def test_a_missing_yarn_factor_is_the_ratio_of_the_lengths() -> None:
     rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32768}
-    assert ModelConfig.from_hf(config_json(rope)).rope.factor == 4.0
+    assert read_hf_config(config_json(rope)).rope.factor == 4.0
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_a_missing_yarn_factor_is_the_ratio_of_the_lengths() -> None:
 )
 def test_what_is_not_done_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_hf({**config_json({}), **fields})
+        read_hf_config({**config_json({}), **fields})

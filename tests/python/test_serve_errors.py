@@ -6,12 +6,15 @@ import io
 import json
 import logging
 import re
+import threading
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient
 
 from fake_engine import VOCAB_SIZE, FakeEngine, serving
+from pagedkv.serve import bodies
+from pagedkv.serve.protocol import parse_request
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -76,6 +79,22 @@ async def test_large_bodies() -> None:
         assert (await error_of(response, 413))["code"] == "request_too_large"
 
 
+async def test_large_bodies_leave_the_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def parse(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return parse_request(*arguments, **options)
+
+    monkeypatch.setattr(bodies, "parse_request", parse)
+    async with serving(FakeEngine(max_model_len=500_000)) as client:
+        for num_chars in (10, bodies.INLINE_BYTES):
+            response = await client.post(COMPLETIONS, json={"prompt": "x" * num_chars, "max_tokens": 1})
+            assert (await response.json())["usage"]["prompt_tokens"] == num_chars
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
+
+
 async def test_unknown_model() -> None:
     async with serving(FakeEngine(), names=("a", "org/b")) as client:
         for path in (COMPLETIONS, CHAT):
@@ -124,13 +143,29 @@ async def test_prompt_that_just_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [""], [[]], ["a", ""], [[1], []], [VOCAB_SIZE], [-1], [[1], [VOCAB_SIZE]]]
+    ("prompt", "param", "wrong"),
+    [
+        ("", "prompt", "is empty"),
+        ([""], "prompt", "is empty"),
+        ([[]], "prompt", "is empty"),
+        (["a", ""], "prompt[1]", "is empty"),
+        ([[1], []], "prompt[1]", "is empty"),
+        ([VOCAB_SIZE], "prompt", f"has the token id {VOCAB_SIZE}, allowed: 0..{VOCAB_SIZE - 1}"),
+        ([-1], "prompt", "has the token id -1"),
+        ([1, 2**70], "prompt", f"has the token id {2**70}"),
+        ([[1], [VOCAB_SIZE]], "prompt[1]", f"has the token id {VOCAB_SIZE}"),
+        ([1, True], "prompt", "has a bool at place 1"),
+        ([1, "a"], "prompt", "has a str at place 1"),
+        ([[1], [True]], "prompt[1]", "has a bool at place 0"),
+        ([[1], [2, None]], "prompt[1]", "has a NoneType at place 1"),
+    ],
 )
-async def test_one_bad_prompt_refuses_all(prompt: Any) -> None:
+async def test_one_bad_prompt_refuses_all(prompt: Any, param: str, wrong: str) -> None:
     engine = FakeEngine()
     async with serving(engine) as client:
         error = await refused(client, prompt=prompt)
-        assert error["param"].startswith("prompt")
+        assert (error["param"], error["code"]) == (param, "invalid_value")
+        assert error["message"].startswith(f"prompt {wrong}")
     assert engine.submitted == []
 
 
@@ -140,6 +175,14 @@ async def test_one_long_prompt_refuses_all() -> None:
         error = await refused(client, prompt=["a", "b" * 40, "c"])
         assert error["param"] == "prompt[1]"
     assert engine.submitted == []
+
+
+async def test_stop_token_beyond_the_vocabulary_is_refused() -> None:
+    async with serving(FakeEngine()) as client:
+        for path in (COMPLETIONS, CHAT):
+            error = await refused(client, path=path, stop_token_ids=[5, VOCAB_SIZE])
+            assert (error["param"], error["code"]) == ("stop_token_ids", "invalid_value")
+            assert f"has the token id {VOCAB_SIZE}" in error["message"]
 
 
 async def test_template_that_refuses() -> None:

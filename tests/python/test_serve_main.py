@@ -196,6 +196,23 @@ def test_port_in_use_is_one_clear_line() -> None:
     assert done.stderr == f"pagedkv: port {port} on 127.0.0.1 is in use; choose another one with --port\n"
 
 
+def test_missing_extension_is_one_clear_line() -> None:
+    program = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'pagedkv._core':\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "from pagedkv.serve.__main__ import main\n"
+        "sys.exit(main(['--port', '0']))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("pagedkv: the extension pagedkv._core is not built; run `make build`")
+
+
 def test_bound_port_refuses_connections_until_it_listens() -> None:
     with bind("127.0.0.1", 0) as bound, socket.socket() as probe:
         assert probe.connect_ex(bound.getsockname()) != 0

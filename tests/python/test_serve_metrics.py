@@ -5,6 +5,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from fake_engine import FakeEngine, serving
+from pagedkv import SamplingParams
+from pagedkv.outputs import RequestMetrics, SampleChange
+from pagedkv.serve.metrics import Metrics, Stopwatch
 
 LABELS = {"model_name": "mock", "engine": "0"}
 
@@ -77,6 +80,37 @@ async def test_requests_are_timed() -> None:
         handled = "handler=/v1/completions,method=POST,status="
         assert samples["http_requests_total", handled + "2xx"] == 1
         assert samples["http_requests_total", handled + "4xx"] == 1
+
+
+def test_times_are_the_engine_s() -> None:
+    """Nothing of the hour at which the changes are read goes into the histograms."""
+    metrics = Metrics("mock", dict, {})
+    observed: dict[str, list[float]] = {}
+    metrics.observe = lambda name, value: observed.setdefault(name, []).append(value)  # type: ignore[method-assign]
+    stopwatch = Stopwatch(metrics, FakeEngine().prepare([1, 2], SamplingParams(n=2, max_tokens=4)))
+    times = RequestMetrics(arrival_time=100.0, first_scheduled_time=101.0, first_token_time=103.0)
+    times.last_token_time = 103.0
+    stopwatch.saw([SampleChange(0, "a", [5]), SampleChange(1, "b", [6])], times)
+    assert observed == {"time_to_first_token_seconds": [3.0]}
+    # Three steps that the reader missed come as one change.
+    times.last_token_time = times.finished_time = 109.0
+    stopwatch.saw(
+        [SampleChange(0, "bcd", [6, 7, 8], None, "length"), SampleChange(1, "c", [7], None, "stop")], times
+    )
+    assert observed == {
+        "time_to_first_token_seconds": [3.0],
+        "inter_token_latency_seconds": [2.0, 2.0, 2.0, 6.0],
+        "e2e_request_latency_seconds": [9.0],
+        "request_prompt_tokens": [2],
+        "request_generation_tokens": [6],
+        "request_params_n": [2],
+        "request_params_max_tokens": [4],
+        "request_queue_time_seconds": [1.0],
+        "request_prefill_time_seconds": [2.0],
+        "request_decode_time_seconds": [6.0],
+        "request_inference_time_seconds": [8.0],
+        "request_time_per_output_token_seconds": [2.0],
+    }
 
 
 async def test_made_up_addresses_make_no_time_series() -> None:

@@ -35,28 +35,26 @@ def test_equals_the_plain_definition_however_the_text_is_cut(
         piece = text[fed : fed + size]
         if not piece:
             break
-        safe, index = search.feed(piece)
-        shown += safe
+        shown += search.feed(piece)
         match = first_match(text[: fed + len(piece)], stops)
         if match is not None:
             start, end = match
             assert shown == text[:start]
-            assert index == end - fed
             assert search.matched == text[start:end]
             return
         fed += len(piece)
-        assert index is None
+        assert search.matched is None
         assert shown == text[: fed - held_len(text[:fed], stops)]
     assert shown + search.flush() == text
 
 
 def test_holds_back_only_what_may_begin_a_stop_string() -> None:
     search = StopStrings(["<|user|>", "\n\n"])
-    assert search.feed("Hello <") == ("Hello ", None)
-    assert search.feed("b> and\n") == ("<b> and", None)
-    assert search.feed("more") == ("\nmore", None)
-    assert search.feed("<|us") == ("", None)
-    assert search.feed("er|> beyond") == ("", 4)
+    assert search.feed("Hello <") == "Hello "
+    assert search.feed("b> and\n") == "<b> and"
+    assert search.feed("more") == "\nmore"
+    assert search.feed("<|us") == ""
+    assert search.feed("er|> beyond") == ""
     assert search.matched == "<|user|>"
 
 
@@ -64,21 +62,21 @@ def test_long_lists_do_not_delay_text() -> None:
     stops = [f"{i:02d}" + "stop" * 49 + "!!" for i in range(64)]
     assert {len(stop) for stop in stops} == {200}
     search = StopStrings(stops)
-    assert search.feed("The answer is 42") == ("The answer is ", None)
-    assert search.feed(".") == ("42.", None)
-    assert search.feed("x" + stops[63]) == ("x", 201)
+    assert search.feed("The answer is 42") == "The answer is "
+    assert search.feed(".") == "42."
+    assert search.feed("x" + stops[63]) == "x"
 
 
 def test_a_stop_string_inside_another_ends_first() -> None:
     search = StopStrings(["abcd", "bc"])
-    assert search.feed("xab") == ("x", None)
-    assert search.feed("cd") == ("a", 1)
+    assert search.feed("xab") == "x"
+    assert search.feed("cd") == "a"
 
 
 def test_of_two_that_end_together_the_longer_is_cut() -> None:
     search = StopStrings(["b", "ab"])
-    assert search.feed("a") == ("", None)
-    assert search.feed("b") == ("", 1)
+    assert search.feed("a") == ""
+    assert search.feed("b") == ""
     assert search.matched == "ab"
 
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from arena_writer import PagedRun
 from pagedkv.errors import ModelError
-from pagedkv.models import ModelConfig, load_model, read_config, resolve
+from pagedkv.models import load_model, read_config, resolve
+from pagedkv.models.hf_config import read_hf_config
 from pagedkv.ops import reference
 from tiny_models import make_tiny
 
@@ -144,6 +145,18 @@ def test_dtype_auto_is_the_checkpoints(tiny: Path) -> None:
         load_model(tiny, "int8")
 
 
+def test_a_float64_checkpoint_asks_for_a_dtype(tiny: Path) -> None:
+    edit_config(tiny, dtype=None)
+    stored = load_file(tiny / "model.safetensors")
+    save_file({name: tensor.double() for name, tensor in stored.items()}, tiny / "model.safetensors")
+    with pytest.raises(
+        ModelError,
+        match=r"holds torch\.float64; choose the dtype to compute in: float32, bfloat16, float16",
+    ):
+        load_model(tiny)
+    assert load_model(tiny, "float32").dtype == torch.float32
+
+
 # ---- tied and untied output, stored or not ----
 
 
@@ -253,7 +266,7 @@ def test_defaults_are_those_of_transformers() -> None:
         "vocab_size": 200,
     }
     found = {
-        name: ModelConfig.from_hf({"architectures": [name], **bare})
+        name: read_hf_config({"architectures": [name], **bare})
         for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
     }
     assert [config.num_kv_heads for config in found.values()] == [32, 8, 32, 32]

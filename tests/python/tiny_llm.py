@@ -1,8 +1,12 @@
-"""A tiny checkpoint with a tokenizer, what transformers makes of it, and comparisons of answers."""
+"""A tiny checkpoint with a tokenizer, what transformers makes of it, and engines on it that come to rest.
 
+`conftest.py` makes fixtures of it.
+"""
+
+import asyncio
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pagedkv.outputs import CompletionOutput
+from pagedkv import LLM, AsyncLLM, SamplingParams
+from pagedkv.outputs import CompletionOutput, RequestOutput
 from tiny_models import make_tiny
 from tiny_tokenizers import CHATML, byte_level, save_directory
 
@@ -18,6 +23,11 @@ from tiny_tokenizers import CHATML, byte_level, save_directory
 EOS = 1
 # Where the best two logits are closer than this, rounding may decide: torch's results depend on the batch.
 TIE = 1e-3
+# How long the answers of `expected` are, and how they are asked for.
+NUM_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+# Takes far longer than any test waits, unless it is ended.
+LONG = SamplingParams(temperature=0, max_tokens=6000, ignore_eos=True)
 
 
 @dataclass(frozen=True)
@@ -99,3 +109,54 @@ def prompts(num: int, vocab_size: int, seed: int = 5) -> list[list[int]]:
         ids: list[int] = torch.randint(4, vocab_size, (length,), generator=generator).tolist()
         made.append(made[-1][: len(ids)] + ids[len(made[-1]) :] if idx % 2 else ids)
     return made
+
+
+def sampled(seed: int | None = None, n: int = 1, **changes: Any) -> SamplingParams:
+    """Parameters of an answer that is drawn."""
+    return SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True, seed=seed, n=n, **changes)
+
+
+def texts(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    """The token ids of all answers to all prompts."""
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def check_all(llm: LLM, expected: Sequence[Greedy]) -> None:
+    """Asserts that prompts, run together, get their answers and leave nothing behind."""
+    outputs = llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
+    for output, one in zip(outputs, expected, strict=True):
+        assert output.finished
+        assert output.prompt_token_ids == one.prompt
+        assert output.outputs[0].finish_reason == "length"
+        one.check(output.outputs[0])
+    assert_at_rest(llm)
+
+
+def assert_at_rest(llm: LLM) -> None:
+    """Asserts that no block is used and the rules of the cache hold."""
+    llm.check_invariants()
+    snapshot = llm.snapshot()
+    assert (snapshot["owned"], snapshot["fenced"], snapshot["sequences"]) == (0, 0, [])
+
+
+async def at_rest(llm: AsyncLLM) -> None:
+    """Waits until nothing is in flight, then asserts the same."""
+    while (snapshot := await llm.snapshot())["sequences"]:
+        await asyncio.sleep(0.01)
+    assert (snapshot["owned"], snapshot["fenced"]) == (0, 0)
+    assert llm.num_in_flight == 0
+    await llm.check_invariants()
+
+
+def async_engine(checkpoint: Checkpoint, **changes: Any) -> AsyncLLM:
+    """An `AsyncLLM` with room for `LONG`."""
+    return AsyncLLM(**checkpoint.options | {"num_blocks": 2000, "max_model_len": 8000} | changes)
+
+
+async def last(outputs: AsyncIterable[RequestOutput]) -> RequestOutput:
+    """The last item of a stream."""
+    output = None
+    async for output in outputs:  # noqa: B007 - only the last one matters
+        pass
+    assert output is not None, "the stream was empty"
+    return output

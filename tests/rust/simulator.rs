@@ -34,6 +34,13 @@ pub(crate) fn greedy(max_tokens: u32) -> SamplingParams {
     }
 }
 
+/// Token ids with much in common between seeds, and no end token.
+pub(crate) fn prompt(seed: u32, len: usize) -> Vec<u32> {
+    (0..len as u32)
+        .map(|position| 1 + (position.wrapping_mul(7) + seed * 13) % 30)
+        .collect()
+}
+
 fn mix(chain: u64, token: u32) -> u64 {
     let mut word =
         (chain ^ u64::from(token).wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -101,6 +108,19 @@ impl Simulator {
             ended,
             cached,
         }
+    }
+
+    /// Schedules a step and reports it as failed, as if forward had raised. None when there was nothing to do.
+    pub(crate) fn fail(&mut self) -> Option<StepHeader> {
+        let header = self.scheduler.schedule(&mut self.arena).unwrap()?;
+        self.note_ended();
+        if header.num_tokens > 0 {
+            // Forward may have written anything before it raised.
+            self.forward(&header);
+            self.scheduler.fail_step().unwrap();
+        }
+        self.check();
+        Some(header)
     }
 
     pub(crate) fn submit(&self, prompt: &[u32], params: &SamplingParams) -> RequestId {

@@ -1,21 +1,20 @@
 """What a checkpoint says of itself, as one `ModelConfig` whatever its format.
 
-Two readers fill it: `from_hf` (config.json as transformers 4 and 5 write it) and `from_gguf` (metadata). Both
-refuse by name what the code does not do: a setting that is silently ignored answers fluently and wrongly.
+Two readers fill it: `hf_config` (config.json as transformers 4 and 5 write it) and `gguf_config` (metadata).
+Both refuse by name what the code does not do: a setting that is silently ignored answers fluently and
+wrongly.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pagedkv.errors import ModelError
 from pagedkv.models.rope import RopeConfig
-
-if TYPE_CHECKING:
-    from pagedkv.models.gguf_file import GGUFFile
+from pagedkv.plan import kv_bytes_per_token
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,29 +51,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes in all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
-
-    @staticmethod
-    def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """Reads config.json, and generation_config.json where there is one.
-
-        Raises:
-            ModelError: A field is missing, has an impossible value, or asks for what the code does not do.
-        """
-        from pagedkv.models.hf_config import read_hf_config
-
-        return read_hf_config(config, generation or {})
-
-    @staticmethod
-    def from_gguf(file: "GGUFFile") -> "ModelConfig":
-        """Reads the metadata of a GGUF file.
-
-        Raises:
-            ModelError: As `from_hf`.
-        """
-        from pagedkv.models.gguf_config import read_gguf_config
-
-        return read_gguf_config(file)
+        return kv_bytes_per_token(self.num_layers, self.num_kv_heads, self.head_dim, dtype.itemsize)
 
     def __post_init__(self) -> None:
         """Checks what every format must obey."""

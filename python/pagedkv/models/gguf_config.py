@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.errors import ModelError
+from pagedkv.gguf_header import end_token_ids
 from pagedkv.models.config import ModelConfig, number, positive_int
 from pagedkv.models.gguf_file import GGUFFile
 from pagedkv.models.rope import RopeConfig, yarn_attention_factor
@@ -54,7 +55,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
-    """See `ModelConfig.from_gguf`."""
+    """Reads the metadata of a GGUF file.
+
+    Raises:
+        ModelError: A key is missing, has an impossible value, or asks for what the code does not do.
+    """
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
@@ -99,7 +104,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         max_position_embeddings=reach,
         max_len_cap=window if binding else None,
         max_len_reason=f"the model attends to a sliding window of {window} tokens" if binding else "",
-        eos_token_ids=_eos_token_ids(file, vocab_size),
+        eos_token_ids=end_token_ids(file.metadata, vocab_size),
     )
 
 
@@ -156,9 +161,3 @@ def _rope(values: dict[str, Any], context_len: int, file: GGUFFile) -> tuple[Rop
         )
         return rope, reach
     raise ModelError(f"rope.scaling.type is {kind!r}; supported are none, linear and yarn")
-
-
-def _eos_token_ids(file: GGUFFile, vocab_size: int) -> tuple[int, ...]:
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    found = dict.fromkeys(file.metadata.get(key) for key in keys)
-    return tuple(token_id for token_id in found if token_id is not None and 0 <= token_id < vocab_size)

@@ -98,8 +98,12 @@ _ROPE_FIELDS = {
 }
 
 
-def read_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """See `ModelConfig.from_hf`."""
+def read_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Reads config.json, and generation_config.json where there is one.
+
+    Raises:
+        ModelError: A field is missing, has an impossible value, or asks for what the code does not do.
+    """
     architecture, family = _family(config)
     _refuse(config, family)
     hidden_size = positive_int(config, "hidden_size")
@@ -139,7 +143,7 @@ def read_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
         max_position_embeddings=reach,
         max_len_cap=cap,
         max_len_reason=reason,
-        eos_token_ids=_eos_token_ids(config, generation, vocab_size),
+        eos_token_ids=_eos_token_ids(config, generation or {}, vocab_size),
         dtype=_dtype(config),
     )
 

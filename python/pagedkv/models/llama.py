@@ -6,6 +6,8 @@ batch dimension, no padding, no mask. Who computes (`ops`), what (`batch`) and w
 are arguments of `forward`; the modules hold weights and angles only.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -133,10 +135,19 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, batch: StepBatch, angles: tuple[Tensor, Tensor], kv_cache: KVCache, ops: Ops) -> Tensor:
+    def forward(
+        self,
+        batch: StepBatch,
+        angles: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
+        ops: Ops,
+        before_layer: Callable[[], None] | None,
+    ) -> Tensor:
         """Hidden states after the last layer, of the sampled rows only: [R, hidden]."""
         x = self.embed_tokens(batch.token_ids)
         for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
+            if before_layer is not None:
+                before_layer()
             x = layer(x, angles, batch, cache, ops)
         # The norm works row by row, so the rows nobody samples need not go through it.
         out: Tensor = self.norm(x[batch.sample_rows], ops)
@@ -160,13 +171,20 @@ class LlamaForCausalLM(nn.Module):
         cos, sin = cos_sin_table(self.config.rope, self.config.head_dim, max_len)
         self.angles = (cos.to(device), sin.to(device))
 
-    def forward(self, batch: StepBatch, kv_cache: KVCache, ops: Ops) -> Tensor:
+    def forward(
+        self,
+        batch: StepBatch,
+        kv_cache: KVCache,
+        ops: Ops,
+        before_layer: Callable[[], None] | None = None,
+    ) -> Tensor:
         """Computes a step, and returns the f32 logits [R, vocab] of the sampled rows.
 
         The keys and values of all its tokens are written to the cache on the way. The batch's copies must
-        have been done before. Positions must be below the length given to `set_max_len`.
+        have been done before. Positions must be below the length given to `set_max_len`. `before_layer` is
+        called before each layer.
         """
         assert self.angles is not None, "set_max_len was not called"
-        hidden = self.model(batch, self.angles, kv_cache, ops)
+        hidden = self.model(batch, self.angles, kv_cache, ops, before_layer)
         logits: Tensor = self.lm_head(hidden, ops)
         return logits.float()

@@ -35,7 +35,7 @@ _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
 }
 # Tensors that some writers store although they follow from the config.
-_HELPERS = ("rotary_emb.inv_freq", "rope_freqs.weight", "attn_rot_embd.weight")
+_DERIVED = ("rotary_emb.inv_freq", "rope_freqs.weight", "attn_rot_embd.weight")
 
 _GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GGUF_LAYER = {
@@ -236,7 +236,7 @@ def _sources(
         del sources[HEAD]
         sources[EMBEDDING] = HEAD
     missing = [name for name in sources.values() if name not in shapes]
-    unexpected = [name for name in shapes if name not in sources.values() and not name.endswith(_HELPERS)]
+    unexpected = [name for name in shapes if name not in sources.values() and not name.endswith(_DERIVED)]
     problems = []
     if missing:
         problems.append(f"missing tensors: {_listed(missing)}")

@@ -11,78 +11,17 @@ cache may hold NaN.
 """
 
 import importlib
-import logging
+import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.errors import BackendUnavailable
 
-if TYPE_CHECKING:
-    from pagedkv.batch import StepBatch
-
-logger = logging.getLogger(__name__)
-
 BACKENDS = ("reference", "cpu", "cuda")
-
-
-@dataclass(frozen=True)
-class SamplingRows:
-    """How each row of logits is to be sampled; one entry a row, all on the device of the logits.
-
-    The flags are known on the host, so that a step of greedy rows costs no sorting and no wait for the
-    device.
-    """
-
-    temperature: Tensor  # f32 [R]; 0 is greedy
-    top_p: Tensor  # f32 [R]; 1 keeps all
-    min_p: Tensor  # f32 [R]; 0 keeps all
-    top_k: Tensor  # i64 [R]; 0 or less keeps all
-    seed_low: Tensor  # i64 [R], 0..2^32-1
-    seed_high: Tensor  # i64 [R], 0..2^32-1
-    sample_index: Tensor  # i64 [R]
-    position: Tensor  # i64 [R], the index that the sampled token will have in its sequence
-    num_logprobs: Tensor  # i64 [R]; -1 none, 0 only the sampled token's
-    all_greedy: bool
-    any_filter: bool
-    max_num_logprobs: int
-
-    @staticmethod
-    def from_words(words: Tensor, device: torch.device | None = None) -> "SamplingRows":
-        """Decodes the arena's section of sampling parameters.
-
-        Args:
-            words: i32 [R, 9] on the host: temperature, top_p and min_p as float32 bits, top_k, seed low, seed
-                high,
-                sample_index, position, num_logprobs.
-            device: Where the result shall be; the host if None.
-        """
-        floats = words[:, :3].view(torch.float32)
-        temperature, top_p, min_p = floats.unbind(1)
-        top_k, num_logprobs = words[:, 3], words[:, 8]
-        any_filter = bool(((top_p < 1) | (min_p > 0) | (top_k > 0)).any())
-        device = device or words.device
-        floats = floats.to(device)
-        integers = words[:, 3:].to(device).to(torch.int64)
-        # The seed is 64 bits in two signed words; Philox wants two unsigned ones.
-        seeds = integers[:, 1:3] & 0xFFFFFFFF
-        return SamplingRows(
-            temperature=floats[:, 0],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
-            top_k=integers[:, 0],
-            seed_low=seeds[:, 0],
-            seed_high=seeds[:, 1],
-            sample_index=integers[:, 3],
-            position=integers[:, 4],
-            num_logprobs=integers[:, 5],
-            all_greedy=bool((temperature == 0).all()),
-            any_filter=any_filter,
-            max_num_logprobs=int(num_logprobs.max()) if len(words) else -1,
-        )
 
 
 class Ops(Protocol):
@@ -91,10 +30,6 @@ class Ops(Protocol):
     @property
     def name(self) -> str:
         """One of `BACKENDS`."""
-
-    @property
-    def device_type(self) -> str:
-        """The torch device type that the tensors must be on: "cpu" or "cuda"."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x [N, I]` over the root mean square of each row, times `weight [I]`; the same dtype as x.
@@ -135,7 +70,7 @@ class Ops(Protocol):
         """
 
     def paged_attention(
-        self, q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: "StepBatch", scale: float
+        self, q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: StepBatch, scale: float
     ) -> Tensor:
         """Causal attention of q [T, H, D] over each sequence's own blocks; returns [T, H, D].
 
@@ -170,50 +105,24 @@ class Ops(Protocol):
         """
 
 
-def choose(device: str = "auto") -> Ops:
-    """Picks the backend.
-
-    Args:
-        device: "auto" (the GPU if torch sees one, else the CPU), "cuda", "cpu", or "reference" for plain
-        torch.
+def choose(backend: str) -> Ops:
+    """Picks the backend: "cpu" or "cuda", by the type of the device, or "reference" for plain torch.
 
     Raises:
-        BackendUnavailable: The device cannot be used; the message says why and what can.
+        BackendUnavailable: It cannot be used here; the message says why and what can.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        return _cuda()
-    if device == "cpu":
-        return _cpu()
-    if device == "reference":
-        return _load("reference")
-    allowed = ", ".join(("auto", *BACKENDS))
-    raise BackendUnavailable(f"device is {device!r}; allowed are {allowed}")
-
-
-def _cuda() -> Ops:
-    if not torch.cuda.is_available():
+    if backend not in BACKENDS:
+        raise BackendUnavailable(f"backend is {backend!r}, allowed: {', '.join(BACKENDS)}")
+    if backend == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable('device "cuda" was asked for, but torch sees no GPU; use device="cpu"')
-    try:
-        return _load("cuda")
-    except ModuleNotFoundError as error:
+    if backend == "cuda" and not has_cuda_kernels():
         raise BackendUnavailable(
             "there is a GPU, but this version of pagedkv has no CUDA kernels yet; "
             'use device="cpu" (on the command line: --device cpu)'
-        ) from error
-
-
-def _cpu() -> Ops:
-    try:
-        return _load("cpu")
-    except ImportError as error:
-        # The extension has not been built. The answers are the same.
-        logger.warning(
-            "the compiled CPU kernels are missing (%s); torch computes in their place, slower", error
         )
-        return _load("reference")
+    return cast(Ops, importlib.import_module(f"pagedkv.ops.{backend}"))
 
 
-def _load(name: str) -> Ops:
-    return cast(Ops, importlib.import_module(f"pagedkv.ops.{name}"))
+def has_cuda_kernels() -> bool:
+    """Whether this version of pagedkv brings the backend for GPUs."""
+    return importlib.util.find_spec("pagedkv.ops.cuda") is not None

@@ -18,7 +18,6 @@ from pagedkv.ops.reference import linear, logprobs, rms_norm, sample, silu_mul
 
 __all__ = [
     "copy_blocks",
-    "device_type",
     "linear",
     "logprobs",
     "name",
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 name = "cpu"
-device_type = "cpu"
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -55,7 +53,7 @@ def rope_cache(  # noqa: PLR0913 - the contract's signature
         if tensor.dtype != q.dtype:
             raise ValueError(f"dtype of {label} is {tensor.dtype}, allowed: that of q, {q.dtype}")
     cache_type = _cache_dtype_name(key_cache, value_cache)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     positions, slot_mapping = _int32(positions), _int32(slot_mapping)
     _core.rope_cache(
@@ -79,7 +77,7 @@ def paged_attention(
 ) -> Tensor:
     """See `pagedkv.ops.Ops.paged_attention`."""
     row_type, cache_type = _dtype_name("q", q), _cache_dtype_name(key_cache, value_cache)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     query_start, seq_lens = _int32(batch.query_start), _int32(batch.seq_lens)
     table_start, block_ids = _int32(batch.table_start), _int32(batch.block_ids)
     _core.paged_attention(
@@ -112,7 +110,7 @@ def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> N
     caches = [
         (cache.data_ptr(), len(cache), cache.stride(0) * item_bytes) for pair in kv_caches for cache in pair
     ]
-    _core.copy_blocks(caches, first[0].numel() * item_bytes, _indices(copies.flatten()))
+    _core.copy_blocks(caches, first[0].numel() * item_bytes, _indices(copies))
 
 
 def _tensor(tensor: Tensor) -> tuple[int, Sequence[int], Sequence[int]]:
@@ -120,7 +118,7 @@ def _tensor(tensor: Tensor) -> tuple[int, Sequence[int], Sequence[int]]:
 
 
 def _indices(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), len(tensor)
+    return tensor.data_ptr(), tensor.numel()
 
 
 def _int32(tensor: Tensor) -> Tensor:

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedkv.batch import StepBatch
-from pagedkv.ops import SamplingRows
+from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops.philox import gumbel_noise
 
 name = "reference"
-device_type = "cpu"
 
 # Queries are taken in tiles, so that the scores of a long prompt need no [T, T] matrix at once.
 _QUERY_TILE = 256

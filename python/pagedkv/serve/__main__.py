@@ -107,15 +107,13 @@ def greeting(host: str, port: int, model_name: str) -> str:
     )
 
 
-def load_engine(config: EngineConfig) -> tuple["AsyncLLM", str]:
-    """The running engine and the model's name. Raises StartError with one line that says what is wrong."""
+def load_engine(config: EngineConfig) -> "AsyncLLM":
+    """The running engine. Raises StartError with one line that says what is wrong."""
     try:
-        # These bring torch in, which takes seconds; mistakes on the command line have shown by now.
+        # This brings torch in, which takes seconds; mistakes on the command line have shown by now.
         from pagedkv.async_llm import AsyncLLM
-        from pagedkv.models import resolve
 
-        name = resolve(config.model).name
-        return AsyncLLM.from_config(config), name
+        return AsyncLLM.from_config(config)
     except (PagedKVError, ValueError) as error:
         raise StartError(str(error)) from error
     except ImportError as error:
@@ -167,9 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command_line.error(str(error))
     try:
         with contextlib.closing(bind(options.host, options.port)) as bound:
-            engine, model_name = load_engine(config)
-            names = tuple(options.served_model_name or [model_name])
-            serve_options = ServeOptions(names, config.model or model_name, options.strict, options.api_key)
+            engine = load_engine(config)
+            names = tuple(options.served_model_name or [engine.model_name])
+            root = config.model or engine.model_name
+            serve_options = ServeOptions(names, root, options.strict, options.api_key)
             asyncio.run(serve(build_app(engine, serve_options), options.host, bound))
     except StartError as error:
         print(f"pagedkv: {error}", file=sys.stderr)

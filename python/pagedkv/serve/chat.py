@@ -7,7 +7,7 @@ from aiohttp import web
 
 from pagedkv.serve import logprobs
 from pagedkv.serve.bodies import read_request
-from pagedkv.serve.prompts import chat_prompt
+from pagedkv.serve.prompts import chat_request
 from pagedkv.serve.protocol import ChatRequest
 from pagedkv.serve.replies import Piece, Shape, reply
 from pagedkv.serve.served import SERVED
@@ -19,7 +19,6 @@ class ChatShape(Shape):
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    default_max_tokens = None
 
     def __init__(self, num_logprobs: int | None, token_bytes: Callable[[int], bytes]) -> None:
         self._num_logprobs = num_logprobs
@@ -43,16 +42,16 @@ class ChatShape(Shape):
             "index": piece.index,
             name: message,
             "logprobs": shown,
-            "finish_reason": piece.answer.finish_reason,
-            "stop_reason": piece.answer.stop_reason,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
         }
 
 
 async def create_chat_completion(http_request: web.Request) -> web.StreamResponse:
     """Continues a conversation with the assistant's next turn."""
     served = http_request.app[SERVED]
-    request = await read_request(http_request, ChatRequest)
-    served.name_for(request.model)
-    prompt = await chat_prompt(served, request)
-    shape = ChatShape(request.num_logprobs, served.engine.tokenizer.token_bytes)
-    return await reply(http_request, request, [prompt], shape)
+    body = await read_request(http_request, ChatRequest)
+    model = served.name_for(body.model)
+    requests = await chat_request(served, body)
+    shape = ChatShape(body.num_logprobs, served.engine.tokenizer.token_bytes)
+    return await reply(http_request, body, model, requests, shape)

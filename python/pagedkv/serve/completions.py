@@ -6,7 +6,7 @@ from aiohttp import web
 
 from pagedkv.serve import logprobs
 from pagedkv.serve.bodies import read_request
-from pagedkv.serve.prompts import DEFAULT_COMPLETION_TOKENS, completion_prompts
+from pagedkv.serve.prompts import completion_requests
 from pagedkv.serve.protocol import CompletionRequest
 from pagedkv.serve.replies import Piece, Shape, reply
 from pagedkv.serve.served import SERVED
@@ -18,7 +18,6 @@ class CompletionShape(Shape):
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
-    default_max_tokens = DEFAULT_COMPLETION_TOKENS
 
     def __init__(self, num_logprobs: int | None) -> None:
         self._num_logprobs = num_logprobs
@@ -32,8 +31,8 @@ class CompletionShape(Shape):
             "index": piece.index,
             "text": piece.text,
             "logprobs": shown,
-            "finish_reason": piece.answer.finish_reason,
-            "stop_reason": piece.answer.stop_reason,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
         }
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
@@ -44,7 +43,7 @@ class CompletionShape(Shape):
 async def create_completion(http_request: web.Request) -> web.StreamResponse:
     """Continues one or more prompts."""
     served = http_request.app[SERVED]
-    request = await read_request(http_request, CompletionRequest)
-    served.name_for(request.model)
-    prompts = await completion_prompts(served, request)
-    return await reply(http_request, request, prompts, CompletionShape(request.num_logprobs))
+    body = await read_request(http_request, CompletionRequest)
+    model = served.name_for(body.model)
+    requests = await completion_requests(served, body)
+    return await reply(http_request, body, model, requests, CompletionShape(body.num_logprobs))

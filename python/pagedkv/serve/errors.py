@@ -5,11 +5,14 @@ status or as an event inside a stream that has already begun.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from aiohttp import web
 
-from pagedkv.errors import EngineDead, InvalidRequest, QueueFull, RequestFailed
+from pagedkv import errors as engine_errors
+from pagedkv.errors import EngineDead, InvalidRequest, RequestFailed
+from pagedkv.request import ContextOverflow
 from pagedkv.text.errors import ChatTemplateError, TextError
 
 # A client that is turned away should come back soon: the queue drains by whole requests, not by minutes.
@@ -81,9 +84,12 @@ def from_exception(error: Exception) -> ApiError | None:
     """The client's view of an exception from the engine or from aiohttp; None for a fault of our own."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, InvalidRequest | TextError | ChatTemplateError):
+    if isinstance(error, InvalidRequest):
+        return from_invalid(error, {})
+    if isinstance(error, TextError | ChatTemplateError):
         return ApiError(400, str(error))
-    if isinstance(error, QueueFull):
+    # Looked up here: without the compiled core there is no such class, and the start has to say so itself.
+    if isinstance(error, engine_errors.QueueFull):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(429, f"{error} Try again in a moment.", code="queue_full", headers=headers)
     if isinstance(error, EngineDead):
@@ -93,6 +99,13 @@ def from_exception(error: Exception) -> ApiError | None:
     if isinstance(error, web.HTTPException) and error.status >= 400:
         return _from_http(error)
     return None
+
+
+def from_invalid(error: InvalidRequest, names: Mapping[str, str]) -> ApiError:
+    """A refusal of the engine's, whose fields the body calls by other `names`."""
+    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else "invalid_value"
+    param = None if error.field is None else names.get(error.field, error.field)
+    return ApiError(400, f"{error}.", param=param, code=code)
 
 
 def internal_error(request_id: str) -> ApiError:

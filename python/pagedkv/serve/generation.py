@@ -1,65 +1,41 @@
 """The run of one HTTP request on the engine: all of its prompts at once, each with n sequences.
 
-An engine's stream joins the steps that went by while nobody read it into one output that holds everything
-so far. So a client that reads slowly costs the memory of its own answer and no more, and never holds up the
-engine or another stream: when it reads again, what has come meanwhile goes out in one piece.
+An engine's stream joins the steps that went by while nobody read it into one list of changes. So a client
+that reads slowly costs the memory of its own answer and no more, and never holds up the engine or another
+stream: when it reads again, what has come meanwhile goes out in one piece.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from pagedkv.outputs import RequestOutput
-from pagedkv.sampling_params import SamplingParams
+from pagedkv.outputs import SampleChange
+from pagedkv.request import Request
 from pagedkv.serve.metrics import Metrics, Stopwatch
 
 if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM, Stream
 
-# The prompts that have news, each with its newest output.
-Changes = list[tuple[int, RequestOutput]]
-
-
-@dataclass(frozen=True)
-class Submission:
-    """One prompt on its way to the engine."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
+# The prompts that have news, each with what is new of its sequences.
+Changes = list[tuple[int, list[SampleChange]]]
 
 
 class Generation:
-    """Runs submissions as a context manager: leaving it, for whatever reason, ends what still runs."""
+    """Runs requests as a context manager: leaving it, for whatever reason, ends what still runs."""
 
-    def __init__(
-        self, engine: "AsyncLLM", metrics: Metrics, submissions: Sequence[Submission], salt: bytes
-    ) -> None:
+    def __init__(self, engine: "AsyncLLM", metrics: Metrics, requests: Sequence[Request]) -> None:
         self._engine = engine
-        self._metrics = metrics
-        self._submissions = submissions
-        self._salt = salt
+        self._requests = requests
         self._streams: list[Stream] = []
-        self._stopwatches: list[Stopwatch] = []
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts run."""
-        return len(self._submissions)
+        self._stopwatches = [Stopwatch(metrics, request) for request in requests]
 
     def __enter__(self) -> Self:
         """Submits everything, or nothing. Raises what the engine raises at submit."""
         try:
-            for one in self._submissions:
-                stopwatch = self._metrics.stopwatch(one.params)
-                stream = self._engine.submit(
-                    one.prompt_token_ids, one.params, one.request_id, salt=self._salt
-                )
-                self._streams.append(stream)
-                self._stopwatches.append(stopwatch)
+            for request in self._requests:
+                self._streams.append(self._engine.submit(request))
         except BaseException:
             self._abort()
             raise
@@ -70,6 +46,16 @@ class Generation:
     ) -> None:
         self._abort()
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts. A prompt with n sequences counts once."""
+        return sum(len(request.prompt_token_ids) for request in self._requests)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of those, tokens that were found in the cache, as far as that is known."""
+        return sum(stream.num_cached_tokens for stream in self._streams)
+
     def changes(self) -> AsyncGenerator[Changes, None]:
         """Yields news until all prompts are finished. Close it where it is left early.
 
@@ -77,40 +63,43 @@ class Generation:
         """
         return self._changes_of_one() if len(self._streams) == 1 else self._changes_of_many()
 
-    async def outputs(self) -> list[RequestOutput]:
-        """Waits for the end and returns the final output of every prompt, in order."""
-        latest: dict[int, RequestOutput] = {}
-        async with aclosing(self.changes()) as changes:
-            async for changed in changes:
-                latest.update(changed)
-        return [latest[index] for index in range(len(self._streams))]
-
     def _abort(self) -> None:
         for stream in self._streams:
             stream.abort()
 
+    async def _changes_of(self, index: int) -> AsyncGenerator[list[SampleChange], None]:
+        stream, stopwatch = self._streams[index], self._stopwatches[index]
+        async with aclosing(stream.changes()) as all_changes:
+            async for changes in all_changes:
+                stopwatch.saw(changes, stream.metrics)
+                yield changes
+
     async def _changes_of_one(self) -> AsyncGenerator[Changes, None]:
         """The usual case, without a task between the engine and the client: it is paid at every token."""
-        async for output in self._streams[0]:
-            self._stopwatches[0].saw(output)
-            yield [(0, output)]
+        async with aclosing(self._changes_of(0)) as all_changes:
+            async for changes in all_changes:
+                yield [(0, changes)]
 
     async def _changes_of_many(self) -> AsyncGenerator[Changes, None]:
-        """A task per stream keeps the newest output; whoever reads takes all that are new at once."""
-        changed: dict[int, RequestOutput] = {}
+        """A task per stream fetches what is new; whoever reads takes all that was fetched at once."""
+        fetched: dict[int, list[SampleChange]] = {}
         news = asyncio.Event()
+        room = [asyncio.Event() for _ in self._streams]
 
-        async def pump(index: int) -> None:
-            async for output in self._streams[index]:
-                self._stopwatches[index].saw(output)
-                changed[index] = output
-                news.set()
+        async def fetch(index: int) -> None:
+            async with aclosing(self._changes_of(index)) as all_changes:
+                async for changes in all_changes:
+                    fetched[index] = changes
+                    room[index].clear()
+                    news.set()
+                    # Until these are taken, the stream itself joins what comes.
+                    await room[index].wait()
 
-        pumps = [asyncio.create_task(pump(index)) for index in range(len(self._streams))]
-        for task in pumps:
+        tasks = [asyncio.create_task(fetch(index)) for index in range(len(self._streams))]
+        for task in tasks:
             task.add_done_callback(lambda _: news.set())
         try:
-            running = set(pumps)
+            running = set(tasks)
             while running:
                 await news.wait()
                 news.clear()
@@ -118,11 +107,13 @@ class Generation:
                 running -= ended
                 for task in ended:
                     task.result()
-                if changed:
-                    taken = sorted(changed.items())
-                    changed.clear()
+                taken = sorted(fetched.items())
+                fetched.clear()
+                for index, _ in taken:
+                    room[index].set()
+                if taken:
                     yield taken
         finally:
-            for task in pumps:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)

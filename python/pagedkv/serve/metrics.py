@@ -1,11 +1,10 @@
 """What /metrics shows: vLLM's names after the prefix `pagedkv:`, so that its dashboards need one replacement.
 
 Gauges and counters come from the engine's own statistics at the moment of the scrape, so nothing is counted
-twice and an idle server does no work. Histograms are observed here, per request, when its tokens arrive
-from the engine: a client that reads slowly does not change them.
+twice and an idle server does no work. Histograms are observed here, per request, from the times that the
+engine noted: a client that reads slowly does not change them.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -14,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from pagedkv.outputs import RequestOutput
-from pagedkv.sampling_params import SamplingParams
+from pagedkv.outputs import RequestMetrics, SampleChange
+from pagedkv.request import Request
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX: Final = "pagedkv:"
@@ -35,6 +34,7 @@ _COUNTERS: Final = {
     "prompt_tokens": ("prompt_tokens + prefix_hits", "Prompt tokens computed or found in the cache."),
     "prompt_tokens_cached": ("prefix_hits", "Prompt tokens whose keys and values were found in the cache."),
     "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "discarded_tokens": ("discarded_tokens", "Of those, tokens beyond a stop string, which no answer holds."),
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
     "num_preemptions": ("preemptions", "Sequences that gave their blocks back before they were done."),
@@ -106,66 +106,63 @@ class Metrics:
         """Counts a response; `address` is a route's pattern, so callers cannot make up new time series."""
         self._http_requests.labels(address, method, f"{status // 100}xx").inc()
 
-    def stopwatch(self, params: SamplingParams) -> "Stopwatch":
-        """Starts to time a request that arrives now."""
-        return Stopwatch(self, params)
-
 
 class Stopwatch:
-    """Times one request from the outputs that the engine gives for it."""
+    """Times one request.
 
-    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+    Every time is the engine's: how soon the client reads, and so how late the changes are seen here, changes
+    nothing.
+    """
+
+    def __init__(self, metrics: Metrics, request: Request) -> None:
         self._metrics = metrics
-        self._params = params
-        self._arrival = time.monotonic()
+        self._request = request
+        self._num_going = request.params.n
         self._num_tokens: dict[int, int] = {}
-        self._last_seen: dict[int, float] = {}
+        self._last_token_times: dict[int, float] = {}
 
-    def saw(self, output: RequestOutput) -> None:
-        """Takes notice of what has come since the last call."""
-        now = time.monotonic()
-        if output.finished and output.metrics is not None and output.metrics.finished_time is not None:
-            # The reader may come late for the end; the engine knows when it was.
-            now = output.metrics.finished_time
+    def saw(self, changes: Iterable[SampleChange], times: RequestMetrics) -> None:
+        """Takes notice of what is new; `times` are the request's as of now."""
+        observe = self._metrics.observe
         first = not self._num_tokens
-        for answer in output.outputs:
-            before = self._num_tokens.get(answer.index, 0)
-            num_new = len(answer.token_ids) - before
-            if num_new <= 0:
+        for change in changes:
+            self._num_going -= change.finish_reason is not None
+            num_new = len(change.token_ids)
+            if not num_new:
                 continue
+            assert times.last_token_time is not None, "there is a token"
+            before = self._num_tokens.get(change.index, 0)
             if before:
                 # Several tokens can arrive together; each took its share of the time.
-                each = (now - self._last_seen[answer.index]) / num_new
+                each = (times.last_token_time - self._last_token_times[change.index]) / num_new
                 for _ in range(num_new):
-                    self._metrics.observe("inter_token_latency_seconds", each)
-            self._num_tokens[answer.index] = before + num_new
-            self._last_seen[answer.index] = now
-        if first and self._num_tokens:
-            self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
-        if output.finished:
-            self._finish(output, now)
+                    observe("inter_token_latency_seconds", each)
+            self._num_tokens[change.index] = before + num_new
+            self._last_token_times[change.index] = times.last_token_time
+        if first and self._num_tokens and times.first_token_time is not None:
+            observe("time_to_first_token_seconds", times.first_token_time - times.arrival_time)
+        if not self._num_going:
+            self._finish(times)
 
-    def _finish(self, output: RequestOutput, now: float) -> None:
-        observe = self._metrics.observe
-        longest = max(self._num_tokens.values(), default=0)
-        observe("e2e_request_latency_seconds", now - self._arrival)
-        observe("request_prompt_tokens", len(output.prompt_token_ids))
+    def _finish(self, times: RequestMetrics) -> None:
+        observe, request = self._metrics.observe, self._request
+        finished = times.finished_time
+        assert finished is not None, "all answers have ended"
+        observe("e2e_request_latency_seconds", finished - times.arrival_time)
+        observe("request_prompt_tokens", len(request.prompt_token_ids))
         observe("request_generation_tokens", sum(self._num_tokens.values()))
-        observe("request_params_n", self._params.n)
-        if self._params.max_tokens is not None:
-            observe("request_params_max_tokens", self._params.max_tokens)
-        times = output.metrics
-        if times is None or times.first_scheduled_time is None or times.first_token_time is None:
+        observe("request_params_n", request.params.n)
+        observe("request_params_max_tokens", request.max_tokens)
+        if times.first_scheduled_time is None or times.first_token_time is None:
             return
-        finished = times.finished_time if times.finished_time is not None else now
+        decode_time = finished - times.first_token_time
         observe("request_queue_time_seconds", times.first_scheduled_time - times.arrival_time)
         observe("request_prefill_time_seconds", times.first_token_time - times.first_scheduled_time)
-        observe("request_decode_time_seconds", finished - times.first_token_time)
+        observe("request_decode_time_seconds", decode_time)
         observe("request_inference_time_seconds", finished - times.first_scheduled_time)
+        longest = max(self._num_tokens.values(), default=0)
         if longest > 1:
-            observe(
-                "request_time_per_output_token_seconds", (finished - times.first_token_time) / (longest - 1)
-            )
+            observe("request_time_per_output_token_seconds", decode_time / (longest - 1))
 
 
 class _EngineCollector(Collector):

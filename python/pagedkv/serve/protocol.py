@@ -9,22 +9,27 @@ import json
 import re
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from pagedkv.sampling_params import MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MAX_TEMPERATURE, MAX_TOKEN_ID
 from pagedkv.serve.errors import refuse, shown
 from pagedkv.serve.fields import refuse_unsupported, unknown_fields
+from pagedkv.text.chat_template import RESERVED_VARIABLES
 
-MAX_N = 128
 MAX_SEQUENCES = 1024
 """Bound on n times the number of prompts of one request."""
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGPROBS = 20
-MAX_SEED = 2**64 - 1
-MAX_TEMPERATURE = 100.0
-MAX_TOP_K = 2**31 - 1
 MAX_SALT_CHARS = 1024
 
 Prompt = str | list[int]
@@ -54,18 +59,17 @@ def _check_stop(value: Any) -> Any:
     return stops
 
 
-def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+def _check_prompt(value: Any) -> list[Prompt]:
+    """Brings the four forms of a prompt into one: a list of texts or of lists of token ids.
 
-
-def _check_prompt(value: Any) -> Any:
-    """Brings the four forms of a prompt into one: a list of texts or of lists of token ids."""
+    What a list of numbers holds is left to the engine, which looks at every number only once.
+    """
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if _is_token_list(value):
+        if type(value[0]) is int:
             return [value]
-        if all(isinstance(item, str) for item in value) or all(_is_token_list(item) for item in value):
+        if any(all(isinstance(item, kind) for item in value) for kind in (str, list)):
             return value
     raise _wrong(
         "must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
@@ -83,9 +87,9 @@ def _check_content(value: Any) -> Any:
 
 Null = BeforeValidator(_without_nulls)
 Stops = Annotated[list[str], BeforeValidator(_check_stop)]
-Prompts = Annotated[list[Prompt], BeforeValidator(_check_prompt)]
+Prompts = Annotated[list[Prompt], PlainValidator(_check_prompt)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
 class _Body(BaseModel):
@@ -107,11 +111,11 @@ class GenerationRequest(_Body):
     stream_options: Annotated[StreamOptions, Null] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] = 0
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stop: Stops = Field(default_factory=list)
@@ -243,30 +247,6 @@ def _call_as_template_input(call: ToolCall) -> dict[str, Any]:
     }
 
 
-# These are arguments of the rendering itself; a request that set them would change what the other fields
-# mean.
-_RESERVED_TEMPLATE_KWARGS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-
-
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
@@ -295,7 +275,7 @@ class ChatRequest(GenerationRequest):
                 message = "continue_final_message needs a last message with the role assistant."
                 refuse("continue_final_message", message)
         for name in self.chat_template_kwargs:
-            if name in _RESERVED_TEMPLATE_KWARGS:
+            if name in RESERVED_VARIABLES:
                 refuse("chat_template_kwargs", f"chat_template_kwargs must not set {shown(name)}.")
 
 
@@ -303,14 +283,19 @@ class ChatRequest(GenerationRequest):
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`. Raises ApiError for anything else, NaN and Infinity included."""
+def parse_json(raw: bytes, *, yielding: bool = False) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises ApiError for anything else, NaN and Infinity included.
+
+    `yielding` takes longer, but lets other threads run meanwhile.
+    """
 
     def not_json(word: str) -> NoReturn:
         raise ValueError(f"{word} is not a JSON value")
 
+    # The scanner is C and holds the GIL from end to end, unless it calls back into Python.
+    hooks: dict[str, Any] = {"parse_int": lambda digits: int(digits), "object_hook": lambda item: item}
     try:
-        body = json.loads(raw, parse_constant=not_json)
+        body = json.loads(raw, parse_constant=not_json, **(hooks if yielding else {}))
     except RecursionError:
         refuse(None, "The request body is nested too deeply.", code="invalid_json")
     except ValueError as error:
@@ -329,18 +314,21 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 Request = TypeVar("Request", bound=GenerationRequest)
 
 
-def parse_request(kind: type[Request], raw: bytes, *, strict: bool) -> tuple[Request, list[str]]:
+def parse_request(
+    kind: type[Request], raw: bytes, *, strict: bool, yielding: bool = False
+) -> tuple[Request, list[str]]:
     """Reads a body and says which of its fields were ignored because nobody knows them.
 
     Args:
         kind: the model of the endpoint's body.
         raw: the bytes of the body.
         strict: refuse unknown fields instead of ignoring them.
+        yielding: as in `parse_json`.
 
     Raises:
         ApiError: 400, with the field, its value and what is allowed.
     """
-    body: dict[str, Any] = _without_nulls(parse_json(raw))
+    body: dict[str, Any] = _without_nulls(parse_json(raw, yielding=yielding))
     refuse_unsupported(body, kind.model_fields)
     ignored = unknown_fields(body, kind.model_fields)
     if ignored and strict:

@@ -4,19 +4,18 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-from pagedkv.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from pagedkv.sampling_params import SamplingParams
+from pagedkv.outputs import SampleChange, TokenLogprobs
+from pagedkv.request import Request
 from pagedkv.serve.errors import ApiError, from_exception, internal_error
-from pagedkv.serve.generation import Generation, Submission
+from pagedkv.serve.generation import Changes, Generation
 from pagedkv.serve.middleware import request_id_of
-from pagedkv.serve.prompts import max_tokens_for
 from pagedkv.serve.protocol import GenerationRequest
 from pagedkv.serve.served import SERVED
 from pagedkv.serve.sse import DONE, EventStream, event
@@ -35,7 +34,8 @@ class Piece:
         logprobs: one entry per new token, or None where not asked for.
         offset: length of the texts of all tokens before.
         first: nothing was sent for this choice yet.
-        answer: the sequence as a whole.
+        finish_reason: why the sequence ended, None while it goes on.
+        stop_reason: what ended it, where that was a stop string or a token of stop_token_ids.
     """
 
     index: int
@@ -44,7 +44,8 @@ class Piece:
     logprobs: list[TokenLogprobs] | None
     offset: int
     first: bool
-    answer: CompletionOutput
+    finish_reason: str | None
+    stop_reason: str | int | None
 
 
 class Shape(ABC):
@@ -53,7 +54,6 @@ class Shape(ABC):
     id_prefix: str
     object: str
     chunk_object: str
-    default_max_tokens: int | None
 
     @abstractmethod
     def choice(self, piece: Piece) -> dict[str, Any]:
@@ -65,123 +65,117 @@ class Shape(ABC):
 
 
 async def reply(
-    http_request: web.Request, request: GenerationRequest, prompts: Sequence[list[int]], shape: Shape
+    http_request: web.Request, body: GenerationRequest, model: str, requests: Sequence[Request], shape: Shape
 ) -> web.StreamResponse:
-    """Runs the prompts and answers, in the way that the request asks for."""
+    """Runs the requests and answers under the name `model`, in the way that the body asks for."""
     served = http_request.app[SERVED]
-    model = served.name_for(request.model)
-    submissions = []
-    for token_ids in prompts:
-        limit = max_tokens_for(served, len(token_ids), request.token_limit, shape.default_max_tokens)
-        # The engine's id is always ours: two clients may well choose the same one.
-        submissions.append(Submission(uuid.uuid4().hex, token_ids, _params(request, limit)))
-    salt = (request.cache_salt or "").encode()
     head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-    with Generation(served.engine, served.metrics, submissions, salt) as generation:
-        if request.stream:
-            return await _stream(http_request, request, generation, shape, head)
-        outputs = await generation.outputs()
-    pieces = [
-        piece for index, output in enumerate(outputs) for piece in _Progress(request.n, index).news(output)
-    ]
-    body = {
+    with Generation(served.engine, served.metrics, requests) as generation:
+        choices = [_Choice(index) for index in range(body.n * len(requests))]
+        if body.stream:
+            return await _stream(http_request, body, _Run(generation, choices, shape, head))
+        async with aclosing(generation.changes()) as all_changes:
+            async for changes in all_changes:
+                for prompt_index, change in _flat(changes):
+                    choices[prompt_index * body.n + change.index].add(change)
+    whole = {
         "id": head["id"],
         "object": shape.object,
         "created": head["created"],
         "model": model,
-        "choices": [shape.choice(piece) for piece in pieces],
-        "usage": usage(outputs),
+        "choices": [shape.choice(choice.take()) for choice in choices],
+        "usage": _usage(generation, choices),
     }
-    return web.json_response(body)
+    return web.json_response(whole)
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Token counts over all prompts. A prompt with n sequences counts once."""
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    completion_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+@dataclass
+class _Choice:
+    """One sequence of a reply: how much of it has come, and what has not been taken yet."""
+
+    index: int
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    _texts: list[str] = field(default_factory=list)
+    _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] | None = None
+    _offset: int = 0
+    _begun: bool = False
+
+    def add(self, change: SampleChange) -> None:
+        """Takes in what is new. Raises ApiError where the server itself ended the sequence."""
+        if change.finish_reason == "abort":
+            raise ApiError(503, "The request was aborted by the server.", code="aborted")
+        self.num_tokens += len(change.token_ids)
+        self.finish_reason, self.stop_reason = change.finish_reason, change.stop_reason
+        if change.text:
+            self._texts.append(change.text)
+        self._token_ids += change.token_ids
+        if change.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += change.logprobs
+
+    @property
+    def has_news(self) -> bool:
+        """Whether an event is worth its while.
+
+        The first token shows at once, even if it has no text yet; after that an event without text says
+        nothing.
+        """
+        return bool(self._texts or self.finish_reason or (self._token_ids and not self._begun))
+
+    def take(self) -> Piece:
+        """What has come since the last call."""
+        text, token_ids, logprobs = "".join(self._texts), self._token_ids, self._logprobs
+        piece = Piece(
+            self.index,
+            text,
+            token_ids,
+            logprobs,
+            self._offset,
+            not self._begun,
+            self.finish_reason,
+            self.stop_reason,
+        )
+        self._begun = True
+        self._texts, self._token_ids, self._logprobs = [], [], None if logprobs is None else []
+        for token_id, entry in zip(token_ids, logprobs or (), strict=False):
+            self._offset += len(entry[token_id].decoded_token)
+        return piece
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A reply on its way."""
+
+    generation: Generation
+    choices: list[_Choice]
+    shape: Shape
+    head: dict[str, Any]
+
+
+def _flat(changes: Changes) -> Iterator[tuple[int, SampleChange]]:
+    return ((prompt_index, change) for prompt_index, news in changes for change in news)
+
+
+def _usage(generation: Generation, choices: Sequence[_Choice]) -> dict[str, Any]:
+    """Token counts over all prompts, as far as the reply has come."""
+    prompt_tokens = generation.num_prompt_tokens
+    completion_tokens = sum(choice.num_tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
     }
 
 
-def _params(request: GenerationRequest, max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        n=request.n,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        max_tokens=max_tokens,
-        stop=request.stop,
-        stop_token_ids=request.stop_token_ids,
-        ignore_eos=request.ignore_eos,
-        logprobs=request.num_logprobs,
-        skip_special_tokens=request.skip_special_tokens,
-        include_stop_str_in_output=request.include_stop_str_in_output,
-    )
-
-
-@dataclass
-class _Sent:
-    """How much of one sequence has left already."""
-
-    num_chars: int = 0
-    num_tokens: int = 0
-    offset: int = 0
-    begun: bool = False
-    ended: bool = False
-
-
-@dataclass
-class _Progress:
-    """How much of one prompt's sequences has left already, and what is new in an output."""
-
-    n: int
-    prompt_index: int
-    sent: dict[int, _Sent] = field(default_factory=dict)
-
-    def news(self, output: RequestOutput) -> list[Piece]:
-        """The pieces to send now; at most one per sequence."""
-        pieces = (
-            self._piece(answer, self.sent.setdefault(answer.index, _Sent())) for answer in output.outputs
-        )
-        return [piece for piece in pieces if piece is not None]
-
-    def _piece(self, answer: CompletionOutput, sent: _Sent) -> Piece | None:
-        ended = answer.finish_reason is not None
-        if answer.finish_reason == "abort":
-            raise ApiError(503, "The request was aborted by the server.", code="aborted")
-        text = answer.text[sent.num_chars :]
-        # The first token shows at once, even if it has no text yet; after that an event without text says
-        # nothing.
-        if sent.ended or not (ended or text or (answer.token_ids and not sent.begun)):
-            return None
-        token_ids = answer.token_ids[sent.num_tokens :]
-        logprobs = None if answer.logprobs is None else answer.logprobs[sent.num_tokens :]
-        index = self.prompt_index * self.n + answer.index
-        piece = Piece(index, text, token_ids, logprobs, sent.offset, not sent.begun, answer)
-        sent.begun, sent.ended = True, ended
-        sent.num_chars, sent.num_tokens = len(answer.text), len(answer.token_ids)
-        for token_id, entry in zip(token_ids, logprobs or (), strict=False):
-            sent.offset += len(entry[token_id].decoded_token)
-        return piece
-
-
-async def _stream(
-    http_request: web.Request,
-    request: GenerationRequest,
-    generation: Generation,
-    shape: Shape,
-    head: dict[str, Any],
-) -> web.StreamResponse:
+async def _stream(http_request: web.Request, body: GenerationRequest, run: _Run) -> web.StreamResponse:
     """Sends events until the end. An error before the first one keeps its status; a later one is an event."""
     stream = EventStream(http_request, {})
     try:
-        return await _send_events(stream, request, generation, shape, head)
+        return await _send_events(stream, body, run)
     except ConnectionError:
         # The client is gone; leaving the generation frees its blocks.
         return stream.response
@@ -202,32 +196,26 @@ async def _close_after_error(stream: EventStream, error: ApiError) -> web.Stream
         return stream.response
 
 
-async def _send_events(
-    stream: EventStream,
-    request: GenerationRequest,
-    generation: Generation,
-    shape: Shape,
-    head: dict[str, Any],
-) -> web.StreamResponse:
-    options = request.stream_options
+async def _send_events(stream: EventStream, body: GenerationRequest, run: _Run) -> web.StreamResponse:
+    options = body.stream_options
     wants_usage = options is not None and options.include_usage
     wants_running_usage = options is not None and wants_usage and options.continuous_usage_stats
-    chunk_head = {**head, "object": shape.chunk_object}
-    progress = [_Progress(request.n, index) for index in range(generation.num_prompts)]
-    latest: dict[int, RequestOutput] = {}
-    async with aclosing(generation.changes()) as all_changes:
+    chunk_head = {**run.head, "object": run.shape.chunk_object}
+    async with aclosing(run.generation.changes()) as all_changes:
         async for changes in all_changes:
             events = b""
-            latest.update(changes)
-            for prompt_index, output in changes:
-                for piece in progress[prompt_index].news(output):
-                    chunk = {**chunk_head, "choices": [shape.chunk(piece)]}
-                    if wants_usage:
-                        chunk["usage"] = usage(list(latest.values())) if wants_running_usage else None
-                    events += event(chunk)
+            for prompt_index, change in _flat(changes):
+                choice = run.choices[prompt_index * body.n + change.index]
+                choice.add(change)
+                if not choice.has_news:
+                    continue
+                chunk = {**chunk_head, "choices": [run.shape.chunk(choice.take())]}
+                if wants_usage:
+                    chunk["usage"] = _usage(run.generation, run.choices) if wants_running_usage else None
+                events += event(chunk)
             if events:
                 await stream.send(events)
     last = b""
     if wants_usage:
-        last = event({**chunk_head, "choices": [], "usage": usage(list(latest.values()))})
+        last = event({**chunk_head, "choices": [], "usage": _usage(run.generation, run.choices)})
     return await stream.close(last + DONE)

@@ -40,22 +40,14 @@ class Served:
         options: the server's options.
         metrics: what /metrics shows.
         created: when the model was loaded, in seconds since 1970.
+        logged_names: ignored request fields that the log has named.
     """
 
     engine: "AsyncLLM"
     options: ServeOptions
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and answer together."""
-        return self.engine.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self.engine.model_config.vocab_size
+    logged_names: set[str] = field(default_factory=set)
 
     def name_for(self, requested: str | None) -> str:
         """The name under which the request is answered. Raises ApiError 404 for a model that is not here."""
@@ -77,7 +69,7 @@ class Served:
             "owned_by": "pagedkv",
             "root": self.options.model_root,
             "parent": None,
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.engine.max_model_len,
         }
 
 

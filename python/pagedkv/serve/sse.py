@@ -43,12 +43,15 @@ class EventStream:
 
     async def send(self, events: bytes) -> None:
         """Writes events; returns when the connection's buffer has room again."""
-        if not self.response.prepared:
-            await self.response.prepare(self._request)
+        await self._prepare()
         await self.response.write(events)
 
     async def close(self, events: bytes) -> web.StreamResponse:
-        """Writes the last events and ends the body at once."""
-        await self.send(events)
-        await self.response.write_eof()
+        """Writes the last events and the end of the body, in one piece."""
+        await self._prepare()
+        await self.response.write_eof(events)
         return self.response
+
+    async def _prepare(self) -> None:
+        if not self.response.prepared:
+            await self.response.prepare(self._request)

@@ -27,7 +27,27 @@ Message = Mapping[str, Any]
 # for.
 _END_MARK = "\ue000pagedkv-end\ue001 "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# Names that no further variable of a template may have: they are arguments of the rendering itself, here or
+# in transformers' functions, which these variables are written for.
+RESERVED_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 
 
 class ChatTemplates:
@@ -77,7 +97,7 @@ class ChatTemplates:
         name, source = self._choose(tools)
         chat = _normalized(messages)
         values = dict(variables or {})
-        if reserved := _RESERVED & values.keys() - {"documents"}:
+        if reserved := RESERVED_VARIABLES & values.keys():
             raise ChatTemplateError(
                 f"chat template variables: {sorted(reserved)[0]} is set by its own argument"
             )

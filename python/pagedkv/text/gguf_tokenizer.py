@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from pagedkv.errors import ModelError
-from pagedkv.gguf_header import read_metadata
+from pagedkv.gguf_header import end_token_ids, read_metadata
 
 from .parts import TokenizerParts
 
@@ -38,7 +38,6 @@ _GPT2_NAMES = ("gpt-2", "gpt2", "default", "")
 # Vocabularies where a word that is a token is taken whole, even if the merges would not lead to it.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 _SPACE = "▁"
-_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def load_gguf_tokenizer(path: Path, name: str) -> TokenizerParts:
@@ -69,12 +68,11 @@ def build_gguf_tokenizer(metadata: dict[str, Any], name: str, where: str) -> Tok
         bos=special_tokens.get("bos_token") if vocabulary.get("add_bos_token", starts_with_bos) else None,
         eos=special_tokens.get("eos_token") if vocabulary.get("add_eos_token", False) else None,
     )
-    eos_ids = (vocabulary.get(key) for key in _EOS_KEYS)
     return TokenizerParts(
         name=name,
         backend=backend,
         special_tokens=special_tokens,
-        eos_token_ids=tuple(sorted({eos for eos in eos_ids if eos is not None})),
+        eos_token_ids=end_token_ids(metadata, len(vocabulary.tokens)),
         chat_templates=_chat_templates(metadata),
         template_place="tokenizer.chat_template in the GGUF metadata",
     )

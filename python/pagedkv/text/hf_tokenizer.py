@@ -8,9 +8,8 @@ by the rules that transformers' `AutoTokenizer` applies. A directory without `to
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -18,15 +17,19 @@ from pagedkv.errors import ModelError
 
 from .parts import TokenizerParts
 
+if TYPE_CHECKING:
+    from .tokenizer import TextSource
+
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def load_hf_tokenizer(path: Path, name: str) -> TokenizerParts:
-    """Loads the tokenizer in directory `path`.
+def load_hf_tokenizer(source: TextSource) -> TokenizerParts:
+    """Loads the tokenizer in the directory of a model.
 
     Raises:
         ModelError: no tokenizer files, or files that cannot be read.
     """
+    path, name = Path(source.path), source.name
     if not (path / "tokenizer.json").is_file():
         return _converted(path, name)
     try:
@@ -35,10 +38,10 @@ def load_hf_tokenizer(path: Path, name: str) -> TokenizerParts:
         raise ModelError(f"{path / 'tokenizer.json'}: cannot be read as a tokenizer: {error}") from error
     backend.no_truncation()
     backend.no_padding()
-    config = _read_json(path / "tokenizer_config.json")
+    config = source.read_json("tokenizer_config.json") or {}
     if "added_tokens_decoder" not in config:
         # Older checkpoints keep their special tokens in a file of their own.
-        config |= _read_json(path / "special_tokens_map.json")
+        config |= source.read_json("special_tokens_map.json") or {}
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     named = {role: config[role] for role in _NAMED_TOKENS if config.get(role)} | _model_tokens(config)
     special_tokens = {role: _content(token) for role, token in named.items()}
@@ -51,18 +54,6 @@ def load_hf_tokenizer(path: Path, name: str) -> TokenizerParts:
         eos_token_ids=() if eos_id is None else (eos_id,),
         chat_templates=_chat_templates(path, config.get("chat_template")),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected an object, got {type(value).__name__}")
-    return value
 
 
 def _content(token: str | dict[str, Any]) -> str:

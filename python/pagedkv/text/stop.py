@@ -19,6 +19,9 @@ class StopStrings:
 
     The match that is complete first wins; of several that are complete at the same character, the longest. So
     the result does not depend on how the text was cut into pieces.
+
+    Attributes:
+        matched: the stop string that was found, or None.
     """
 
     __slots__ = ("_automaton", "_held", "_state", "matched")
@@ -34,16 +37,14 @@ class StopStrings:
         self._state = 0
         self.matched: str | None = None
 
-    def feed(self, text: str) -> tuple[str, int | None]:
-        """Appends `text`.
+    def feed(self, text: str) -> str:
+        """Appends `text` and returns what may be shown now.
 
-        Returns:
-            The text that may be shown now, and None; or, once a stop string is complete, the text before it
-            and the index in `text` just behind the stop string. After that the search is over: feed nothing
-            more.
+        Once a stop string is complete, `matched` is set and the text ends before it. Then the search is over:
+        feed nothing more.
         """
         if self._automaton is None:
-            return text, None
+            return text
         assert self.matched is None, "the search is over once a stop string was found"
         edges, failure, depth, found = self._automaton
         state = self._state
@@ -55,12 +56,12 @@ class StopStrings:
                 self.matched = stop
                 seen = self._held + text[: index + 1]
                 self._held = ""
-                return seen[: len(seen) - len(stop)], index + 1
+                return seen[: len(seen) - len(stop)]
         self._state = state
         seen = self._held + text
         cut = len(seen) - depth[state]
         self._held = seen[cut:]
-        return seen[:cut], None
+        return seen[:cut]
 
     def flush(self) -> str:
         """Returns what is held back: the text has ended, so no stop string can become complete any more."""

@@ -86,7 +86,7 @@ class SequenceText:
     def _feed(self, new: str) -> str:
         if not new:
             return ""
-        delta, _ = self._stops.feed(new)
+        delta = self._stops.feed(new)
         self.stop_string = self._stops.matched
         if self._include_stop and self.stop_string is not None:
             delta += self.stop_string

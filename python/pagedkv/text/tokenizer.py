@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TextSource(Protocol):
-    """What loading needs to know of a resolved model."""
+    """What loading needs to know of a resolved model; `pagedkv.models.ModelSource` is one."""
 
     @property
     def path(self) -> Path:
@@ -33,13 +33,17 @@ class TextSource(Protocol):
 
     @property
     def name(self) -> str:
-        """The model's name, for messages."""
+        """The model's name."""
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """The JSON object in a file of the directory; None where there is no such file."""
 
 
 class Tokenizer:
     """The tokenizer of one model.
 
     Attributes:
+        name: the model's name.
         backend: the `tokenizers.Tokenizer` underneath.
         piece_rules: how single tokens turn into bytes, or None if the decoder has no such rules.
         special_tokens: named special tokens, e.g. {"bos_token": "<s>"}, as chat templates see them.
@@ -70,7 +74,7 @@ class Tokenizer:
             return cls(load_gguf_tokenizer(Path(source.path), source.name))
         from .hf_tokenizer import load_hf_tokenizer
 
-        return cls(load_hf_tokenizer(Path(source.path), source.name))
+        return cls(load_hf_tokenizer(source))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with BOS and EOS where the model's tokenizer adds them.
@@ -161,31 +165,6 @@ class Tokenizer:
             messages, add_generation_prompt, continue_final_message, tools, **template_kwargs
         )
         return self.encode(text, add_special_tokens=False)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """True if conversations can be rendered."""
-        return bool(self.chat_templates.names)
-
-    @property
-    def bos_token(self) -> str | None:
-        """The token that begins a sequence, if the model names one."""
-        return self.special_tokens.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        """The token that ends a sequence, if the model names one."""
-        return self.special_tokens.get("eos_token")
-
-    @property
-    def pad_token(self) -> str | None:
-        """The padding token, if the model names one. Nothing here pads."""
-        return self.special_tokens.get("pad_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id of `bos_token`."""
-        return None if self.bos_token is None else self.token_id(self.bos_token)
 
     @staticmethod
     def _may_be_id(token_id: int) -> bool:

@@ -1,0 +1,69 @@
+"""What `LLM` and `AsyncLLM` share: how they come from their options, and what they say of themselves."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Self, Unpack
+
+from pagedkv.config import EngineConfig, EngineOptions
+from pagedkv.engine import Engine
+from pagedkv.loading import load
+
+if TYPE_CHECKING:
+    from pagedkv.models import ModelConfig
+    from pagedkv.text.tokenizer import Tokenizer
+
+
+class BaseLLM(ABC):
+    """A loaded model with its front; the two classes differ in who steps the engine.
+
+    The arguments are the fields of `EngineConfig`, which says what they mean and allow.
+    """
+
+    def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
+        """Loads the model; `AsyncLLM` also starts the engine's thread, which its `shutdown` ends.
+
+        Raises:
+            ValueError: an option, or a combination of options and model, is not allowed.
+            ModelError: the model cannot be found, read or run.
+            BackendUnavailable: the device cannot be used.
+        """
+        self._load(EngineConfig(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """The same from an `EngineConfig`."""
+        llm = cls.__new__(cls)
+        llm._load(config)
+        return llm
+
+    def _load(self, config: EngineConfig) -> None:
+        engine, self._front = load(config)
+        self._start(engine)
+
+    @abstractmethod
+    def _start(self, engine: Engine) -> None:
+        """Takes over the engine."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options, as they were given."""
+        return self._front.config
+
+    @property
+    def model_name(self) -> str:
+        """What users call the model: its directory's name, its hub id, its file's name without the suffix."""
+        return self._front.tokenizer.name
+
+    @property
+    def model_config(self) -> "ModelConfig":
+        """The shape of the model."""
+        return self._front.model_config
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer."""
+        return self._front.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self._front.limits.max_model_len

@@ -1,0 +1,89 @@
+"""A full queue, steps that raise and interrupts: `LLM` stays usable and leaks nothing."""
+
+from functools import partial
+
+import pytest
+
+from pagedkv import LLM, RequestFailed, loading
+from tiny_llm import GREEDY, assert_at_rest, check_all
+
+
+def test_a_full_queue_is_waited_for(checkpoint, expected, monkeypatch):
+    monkeypatch.setattr(loading._core, "Core", partial(loading._core.Core, max_queued_requests=2))
+    check_all(LLM(**checkpoint.options), expected)
+
+
+def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeypatch):
+    llm = LLM(**checkpoint.options)
+    forward, calls = llm._engine.runner.run, []
+
+    def broken(header, arena):
+        calls.append(header.step_id)
+        if len(calls) == 3:
+            raise ArithmeticError("a bad step")
+        return forward(header, arena)
+
+    monkeypatch.setattr(llm._engine.runner, "run", broken)
+    with pytest.raises(RequestFailed, match="ArithmeticError: a bad step") as failure:
+        llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
+    assert isinstance(failure.value.__cause__, ArithmeticError)
+    assert_at_rest(llm)
+    check_all(llm, expected)
+
+
+def test_an_interrupt_ends_what_runs_and_leaves_the_engine_usable(checkpoint, expected, monkeypatch):
+    llm = LLM(**checkpoint.options)
+    with monkeypatch.context() as patch:
+        forward, calls = llm._engine.runner.run, []
+
+        def interrupted(header, arena):
+            calls.append(header.step_id)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return forward(header, arena)
+
+        patch.setattr(llm._engine.runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
+    assert_at_rest(llm)
+    check_all(llm, expected)
+
+
+def test_an_interrupt_before_the_forward_pass_leaves_the_engine_usable(checkpoint, expected, monkeypatch):
+    llm = LLM(**checkpoint.options)
+
+    class Interrupted:
+        """A core that is interrupted between deciding a step and computing it."""
+
+        def __init__(self, core):
+            self.core, self.calls = core, 0
+
+        def __getattr__(self, name):
+            return getattr(self.core, name)
+
+        def schedule(self, arena):
+            self.calls += 1
+            header = self.core.schedule(arena)
+            if self.calls == 4:
+                raise KeyboardInterrupt
+            return header
+
+    monkeypatch.setattr(llm._engine, "core", Interrupted(llm._engine.core))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
+    assert_at_rest(llm)
+    check_all(llm, expected)
+
+
+def test_an_interrupt_between_steps_leaves_the_engine_usable(checkpoint, expected, monkeypatch):
+    llm = LLM(**checkpoint.options)
+    with monkeypatch.context() as patch:
+
+        def interrupted(events):
+            raise KeyboardInterrupt
+
+        patch.setattr(llm._front.streams, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
+    assert_at_rest(llm)
+    check_all(llm, expected)

@@ -1,0 +1,74 @@
+"""From options to an engine: the size of the pool, the longest length, the device."""
+
+import logging
+
+import pytest
+import torch
+
+from pagedkv import LLM, InvalidRequest, SamplingParams, loading
+from pagedkv.errors import BackendUnavailable
+from tiny_llm import assert_at_rest, check_all
+
+
+def test_the_longest_length_is_capped_to_what_the_pool_holds(checkpoint, caplog):
+    options = checkpoint.options | {"num_blocks": 10, "max_model_len": None}
+    with caplog.at_level(logging.INFO, logger="pagedkv"):
+        llm = LLM(**options)
+    assert llm.max_model_len == 160
+    assert (
+        "max_model_len is 160 of the 8192 tokens that the model was trained for: "
+        "the pool holds 10 blocks of 16 tokens"
+    ) in caplog.messages
+    assert any(
+        message.startswith("the cache holds 160 tokens in 10 blocks of 16") for message in caplog.messages
+    )
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([[5] * 30], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 130
+    with pytest.raises(InvalidRequest, match="maximum context length is 160 tokens"):
+        llm.generate([[5] * 170], params, use_tqdm=False)
+    assert_at_rest(llm)
+    with pytest.raises(
+        ValueError, match=r"^max_model_len is 161, allowed: 1\.\.160, because the pool holds 10"
+    ):
+        LLM(**options | {"max_model_len": 161})
+
+
+def test_kv_memory_sizes_the_pool(checkpoint):
+    # 2 layers x 2 heads x 16 elements x key and value x 4 bytes are 512 bytes a token, 8 KiB a block.
+    options = checkpoint.options | {"num_blocks": None, "max_model_len": None}
+    llm = LLM(**options, kv_memory="1MiB")
+    assert llm.snapshot()["num_blocks"] == 127
+    assert llm.max_model_len == 127 * 16
+
+
+def gpu(monkeypatch, *, with_kernels):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading, "has_cuda_kernels", lambda: with_kernels)
+
+
+@pytest.mark.parametrize(("with_kernels", "device", "num_warnings"), [(True, "cuda:0", 0), (False, "cpu", 1)])
+def test_auto_takes_a_gpu_that_there_are_kernels_for(monkeypatch, caplog, with_kernels, device, num_warnings):
+    gpu(monkeypatch, with_kernels=with_kernels)
+    assert loading.choose_device("auto") == torch.device(device)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
+    assert all("no CUDA kernels yet: the CPU computes" in message for message in caplog.messages)
+
+
+def test_a_gpu_without_kernels_is_no_obstacle_unless_it_is_asked_for(monkeypatch, checkpoint, expected):
+    gpu(monkeypatch, with_kernels=False)
+    check_all(LLM(**checkpoint.options | {"device": "auto"}), expected[:2])
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(BackendUnavailable, match="no CUDA kernels yet"):
+            LLM(**checkpoint.options | {"device": device})
+
+
+def test_without_a_gpu_auto_is_the_cpu(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert loading.choose_device("auto") == torch.device("cpu")
+    assert loading.choose_device("cuda:1") == torch.device("cuda:1")
+    assert caplog.messages == []
+
+
+def test_the_model_is_named(llm, checkpoint):
+    assert llm.model_name == checkpoint.path.name

@@ -1,0 +1,76 @@
+"""`Stream.changes`: what is new adds up to the answers, whenever somebody looks."""
+
+import time
+
+import pytest
+
+from pagedkv import (
+    SamplingParams,
+)
+from pagedkv.outputs import CompletionOutput, SampleChange
+from tiny_llm import GREEDY, LONG, last
+
+
+@pytest.fixture
+def llm(async_llm):
+    return async_llm
+
+
+def added(change: SampleChange, answer: CompletionOutput) -> CompletionOutput:
+    """An answer after a change of it."""
+    assert answer.finish_reason is None, "nothing comes after the end"
+    assert change.text or change.token_ids or change.finish_reason is not None
+    logprobs = None if change.logprobs is None else (answer.logprobs or []) + change.logprobs
+    return CompletionOutput(
+        answer.index,
+        answer.text + change.text,
+        answer.token_ids + change.token_ids,
+        change.finish_reason,
+        change.stop_reason,
+        logprobs,
+        answer.cumulative_logprob,
+    )
+
+
+@pytest.mark.parametrize("late_s", [0, 0.2])
+@pytest.mark.parametrize(
+    "fields", [{}, {"logprobs": 2}, {"stop": ["a", "e"]}, {"stop": ["a"], "include_stop_str_in_output": True}]
+)
+async def test_changes_add_up_to_the_answers(llm, fields, late_s):
+    params = SamplingParams(temperature=1.5, seed=5, n=3, max_tokens=40, **fields)
+    truth = await last(llm.generate("the cat", params))
+    answers = {idx: CompletionOutput(idx, "", []) for idx in range(3)}
+    stream = llm.submit("the cat", params)
+    num_items = 0
+    async for changes in stream.changes():
+        if num_items == 0:
+            # The engine goes on while the loop is busy, and the news of many steps arrive together.
+            time.sleep(late_s)
+        num_items += 1
+        assert len({change.index for change in changes}) == len(changes) > 0
+        for change in changes:
+            answers[change.index] = added(change, answers[change.index])
+    assert num_items > 1
+    for expected_answer in truth.outputs:
+        answer = answers[expected_answer.index]
+        answer.cumulative_logprob = expected_answer.cumulative_logprob
+        assert answer == expected_answer
+    assert stream.prompt_token_ids == truth.prompt_token_ids
+    assert stream.num_cached_tokens <= len(truth.prompt_token_ids)
+    times = stream.metrics
+    assert times.arrival_time < times.first_token_time <= times.last_token_time <= times.finished_time
+
+
+async def test_changes_tell_what_was_found_and_an_abort(llm, expected):
+    prompt = [7, 5, 3] * 20
+    await last(llm.generate(prompt, GREEDY))
+    stream = llm.submit(prompt, LONG)
+    taken = []
+    async for changes in stream.changes():
+        taken += changes
+        if len(taken) == 2:
+            assert stream.num_cached_tokens == 48
+            stream.abort()
+    assert [change.finish_reason for change in taken[:2]] == [None, None]
+    assert taken[-1].finish_reason == "abort"
+    assert len(stream.prompt_token_ids) == 60
