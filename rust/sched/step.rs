@@ -166,11 +166,16 @@ pub(super) struct Writer<'a> {
     shift: u32,
 }
 
-/// Cuts the next section, of `len` rows of `N` words, off what is left of the arena.
-fn cut<'a, const N: usize>(rest: &mut &'a mut [i32], len: usize) -> &'a mut [[i32; N]] {
-    let (section, after) = std::mem::take(rest).split_at_mut(len * N);
-    *rest = after;
-    section.as_chunks_mut().0
+/// What is left of the arena.
+struct Rest<'a>(&'a mut [i32]);
+
+impl<'a> Rest<'a> {
+    /// Cuts the next section off, of `len` rows of `N` words.
+    fn cut<const N: usize>(&mut self, len: usize) -> &'a mut [[i32; N]] {
+        let (section, after) = std::mem::take(&mut self.0).split_at_mut(len * N);
+        self.0 = after;
+        section.as_chunks_mut().0
+    }
 }
 
 impl<'a> Writer<'a> {
@@ -189,7 +194,7 @@ impl<'a> Writer<'a> {
             header.num_ended,
         ]
         .map(|count| count as usize);
-        let (directory, mut rest) = arena.split_at_mut(DIRECTORY_LEN);
+        let (directory, rest) = arena.split_at_mut(DIRECTORY_LEN);
         directory[0] = ARENA_VERSION;
         directory[1] = word(NUM_SECTIONS);
         let lengths: [usize; NUM_SECTIONS] = [
@@ -213,8 +218,9 @@ impl<'a> Writer<'a> {
             *entry = [word(end), word(len)];
             end += len;
         }
-        let rest = &mut rest;
-        let mut words = |len| cut::<1>(rest, len).as_flattened_mut();
+        // In the order of the sections.
+        let mut rest = Rest(rest);
+        let mut words = |len| rest.cut::<1>(len).as_flattened_mut();
         let writer = Self {
             token_ids: words(tokens),
             token_source: words(tokens),
@@ -225,10 +231,10 @@ impl<'a> Writer<'a> {
             table_start: words(sequences + 1),
             block_ids: words(num_table_blocks),
             sample_rows: words(rows),
-            sampling: cut(rest, rows),
-            copies: cut(rest, copies),
-            rows: cut(rest, rows),
-            ended: cut(rest, ended),
+            sampling: rest.cut(rows),
+            copies: rest.cut(copies),
+            rows: rest.cut(rows),
+            ended: rest.cut(ended),
             num_tokens: 0,
             num_sequences: 0,
             num_table_blocks: 0,
