@@ -12,7 +12,7 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use crossbeam_queue::ArrayQueue;
-use pagedkv::block::{BlockPool, BlockTable, PoolConfig};
+use pagedkv::block::{BlockPool, BlockTable, Eviction, PoolConfig};
 use pagedkv::ids::BlockId;
 use std::hint::black_box;
 use std::sync::Mutex;
@@ -31,6 +31,7 @@ fn pool() -> BlockPool {
         num_blocks: NUM_BLOCKS,
         block_size: 16,
         prefix_caching: true,
+        eviction: Eviction::Turn,
         hash_key,
     })
 }

@@ -10,7 +10,7 @@
 //! `cargo bench --bench prefix`
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use pagedkv::block::{BlockPool, BlockTable, PoolConfig, PrefixHit, RootId};
+use pagedkv::block::{BlockPool, BlockTable, Eviction, PoolConfig, PrefixHit, RootId};
 use pagedkv::ids::BlockId;
 use std::hint::black_box;
 
@@ -46,6 +46,7 @@ impl Bench {
             num_blocks: NUM_BLOCKS,
             block_size: BLOCK_SIZE,
             prefix_caching: true,
+            eviction: Eviction::Turn,
             hash_key,
         };
         let mut pool = BlockPool::new(config);

@@ -1,5 +1,6 @@
 //! The sizes that the core is built with. They never change while it runs.
 
+use crate::block::Eviction;
 use crate::error::InvalidConfig;
 
 /// Samples that one request may ask for.
@@ -26,6 +27,8 @@ pub struct CoreConfig {
     pub eos_token_ids: Vec<u32>,
     /// Whether computed blocks can be found again by their prefix.
     pub prefix_caching: bool,
+    /// Which cached block is given up when none is free.
+    pub eviction: Eviction,
     /// Requests that may be in flight, waiting or running.
     pub max_queued_requests: u32,
 }
@@ -69,7 +72,9 @@ impl CoreConfig {
 
     /// Blocks that hold `num_tokens` tokens.
     pub const fn blocks_for(&self, num_tokens: u32) -> u32 {
-        num_tokens.div_ceil(self.block_size)
+        // A shift, because the compiler does not know of the power of two, and every step asks for every sequence.
+        let shift = self.block_size.trailing_zeros();
+        (num_tokens >> shift) + (num_tokens & (self.block_size - 1) != 0) as u32
     }
 
     /// Rows that one step may sample. Every running sequence can have one, and one prompt its samples besides.

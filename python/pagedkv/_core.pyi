@@ -69,6 +69,7 @@ class Core:
         max_model_len: int,
         eos_token_ids: Sequence[int] = ...,
         enable_prefix_caching: bool = True,
+        eviction: str = "turn",
         max_queued_requests: int = 4096,
     ) -> Core: ...
     @property

@@ -84,13 +84,19 @@ impl BlockPool {
     /// A published block is evicted before its parent, and a parent is held while a table holds its child.
     fn check_idle_order(&self) -> Result<(), String> {
         let mut rank = vec![usize::MAX; self.holds.len()];
-        for (i, block) in self.idle.iter().enumerate() {
+        for (i, block) in self.idle_blocks().enumerate() {
             rank[block.index()] = i;
         }
         for block in (1..=self.num_blocks()).map(BlockId) {
             let Some(Parent::Block(parent)) = self.parent(block) else {
                 continue;
             };
+            if self.index.class(block) > self.index.class(parent) {
+                return Err(format!(
+                    "block {} came back more often than its parent {}",
+                    block.0, parent.0
+                ));
+            }
             let parent_rank = rank[parent.index()];
             match self.state(block) {
                 BlockState::Owned if self.holds[parent.index()].num_tables == 0 => {

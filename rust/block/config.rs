@@ -1,7 +1,31 @@
 //! Size and behaviour of a pool, and what is allowed.
 
+use std::str::FromStr;
+
 /// Largest block, in tokens.
 const MAX_BLOCK_SIZE: u32 = 1024;
+
+/// Which idle block is taken when no block is free.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Eviction {
+    /// The one that was not used for longest.
+    Lru,
+    /// The same, but blocks to which requests came back seem younger, as much as the pool learned that it pays.
+    #[default]
+    Turn,
+}
+
+impl FromStr for Eviction {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "lru" => Ok(Self::Lru),
+            "turn" => Ok(Self::Turn),
+            _ => Err(format!("eviction is {name:?}; allowed: \"lru\", \"turn\"")),
+        }
+    }
+}
 
 /// Size and behaviour of a pool.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -12,6 +36,8 @@ pub struct PoolConfig {
     pub block_size: u32,
     /// Whether blocks are published and found again.
     pub prefix_caching: bool,
+    /// Which idle block is taken when no block is free.
+    pub eviction: Eviction,
     /// Key of the prefix hash. Drawn at random once per process, so that collisions cannot be prepared.
     pub hash_key: [u64; 4],
 }
@@ -52,9 +78,22 @@ mod tests {
             num_blocks,
             block_size,
             prefix_caching: true,
+            eviction: Eviction::Turn,
             hash_key: [0; 4],
         }
         .validate()
+    }
+
+    #[test]
+    fn policies_have_names() {
+        assert_eq!(
+            ["lru", "turn"].map(str::parse),
+            [Ok(Eviction::Lru), Ok(Eviction::Turn)]
+        );
+        assert_eq!(
+            "fifo".parse::<Eviction>(),
+            Err("eviction is \"fifo\"; allowed: \"lru\", \"turn\"".to_owned())
+        );
     }
 
     #[test]

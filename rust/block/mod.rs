@@ -15,7 +15,7 @@
 //!    |    |                    |     | published          v
 //!    |    |              share |     |               +--------+
 //!    |    |                    |     v               | fenced |  share: back to owned
-//!    |    |   evict (LRU)     +------+  published    +--------+
+//!    |    |   evict           +------+  published    +--------+
 //!    |    +------------------ | idle | <---------------+  |
 //!    |                        +------+     end_step       | end_step, unpublished
 //!    +----------------------------------------------------+
@@ -30,22 +30,24 @@
 //!   lease does not stop a write, because all copies of a step run before its first write; it stops the block
 //!   from becoming the destination of another copy of the same step.
 //! - Tables that hold a block hold the same blocks before it. So a published child has a published parent, a
-//!   parent is held wherever its child is, and releasing a table tail first puts children before parents on
-//!   the idle list.
+//!   parent is held wherever its child is, and releasing a table tail first makes children idle before their
+//!   parents, and evicts them before.
 //! - A block is found by its tokens and its parent, compared in full; the hash only says where to look.
 //! - Whatever can fail for want of blocks is decided before anything changes.
 
 mod check;
 mod config;
+mod eviction;
 mod flat;
 mod hash;
-mod lru;
+mod idle;
 mod pool;
 mod prefix;
 mod root;
 mod table;
+mod turn;
 
-pub use config::PoolConfig;
+pub use config::{Eviction, PoolConfig};
 pub use pool::{BlockPool, BlockState};
 pub use prefix::{Parent, PrefixHit};
 pub use root::RootId;

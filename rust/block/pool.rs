@@ -4,11 +4,12 @@
 //! releases right. Misuse that an O(1) test can see (a release too many, a block that is not held) panics in
 //! every build: going on would hand one request's memory to another.
 
-use super::config::PoolConfig;
+use super::config::{Eviction, PoolConfig};
 use super::hash::BlockHasher;
-use super::lru::IdleList;
+use super::idle::IdleLists;
 use super::prefix::{Parent, PrefixHit, PrefixIndex};
 use super::root::RootId;
+use super::turn::{NUM_CLASSES, TurnWeights};
 use crate::ids::BlockId;
 
 /// Where a block is in its life; see the diagram of [`super`].
@@ -42,13 +43,17 @@ pub struct BlockPool {
     pub(super) holds: Vec<Holds>,
     /// A stack, so that the block released last is used first, while it may still be in a cache.
     pub(super) free: Vec<BlockId>,
-    pub(super) idle: IdleList,
+    pub(super) idle: IdleLists,
+    pub(super) eviction: Eviction,
+    pub(super) turns: TurnWeights,
     pub(super) index: PrefixIndex,
     /// Blocks with at least one lease, each once.
     pub(super) leased: Vec<BlockId>,
     /// Counts calls of `clear_prefix`.
     epoch: u64,
-    num_evictions: u64,
+    pub(super) num_evictions: u64,
+    /// Blocks handed out since the pool was made: the clock of the idle lists.
+    pub(super) num_allocations: u64,
 }
 
 impl BlockPool {
@@ -74,6 +79,7 @@ impl BlockPool {
             num_blocks,
             block_size,
             prefix_caching,
+            eviction,
             ..
         } = *config;
         Self {
@@ -81,11 +87,14 @@ impl BlockPool {
             prefix_caching,
             holds: vec![Holds::default(); num_blocks as usize + 1],
             free: (1..=num_blocks).rev().map(BlockId).collect(),
-            idle: IdleList::new(num_blocks),
+            idle: IdleLists::new(num_blocks),
+            eviction,
+            turns: TurnWeights::new(num_blocks),
             index: PrefixIndex::new(hasher, num_blocks, block_size),
             leased: Vec::new(),
             epoch: 0,
             num_evictions: 0,
+            num_allocations: 0,
         }
     }
 
@@ -210,11 +219,6 @@ impl BlockPool {
         self.index.nodes[block.index()].hash
     }
 
-    /// The idle blocks in order of eviction.
-    pub fn idle_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.idle.iter()
-    }
-
     /// Takes a hold on the namespace of `salt`. Different salts share no blocks.
     pub fn root(&mut self, salt: &[u8]) -> RootId {
         let hash = self.index.hasher.root(salt);
@@ -259,41 +263,13 @@ impl BlockPool {
         count(blocks.iter().filter(|&&block| self.ref_count(block) == 0).count())
     }
 
-    /// Takes a block for one table: a free one, or else the idle one that was not used for longest.
+    /// Takes a block for one table: a free one, or else the idle one that the policy gives up.
     #[inline]
     pub fn allocate(&mut self) -> Option<BlockId> {
         let block = self.free.pop().or_else(|| self.evict())?;
         debug_assert!(self.ref_count(block) == 0 && !self.is_published(block));
+        self.num_allocations += 1;
         self.holds[block.index()].num_tables = 1;
-        Some(block)
-    }
-
-    /// Takes the front block off the idle list and out of the index.
-    fn evict(&mut self) -> Option<BlockId> {
-        let block = self.idle.front()?;
-        // Children that are idle lie before their parents, and those that a table holds keep their parents
-        // from being idle: what is left here are fenced ones. They lose their publication, and become free
-        // when the step ends.
-        let mut node = block;
-        loop {
-            if let Some(child) = self.index.first_child(node) {
-                node = child;
-                continue;
-            }
-            let parent = self.index.parent(node);
-            assert!(
-                node == block || self.state(node) == BlockState::Fenced,
-                "evicting a parent of block {}",
-                node.0
-            );
-            self.index.remove(node);
-            match parent {
-                Some(Parent::Block(parent)) if node != block => node = parent,
-                _ => break,
-            }
-        }
-        self.idle.remove(block);
-        self.num_evictions += 1;
         Some(block)
     }
 
@@ -330,7 +306,7 @@ impl BlockPool {
         holds.num_tables -= 1;
         if *holds == Holds::default() {
             if self.is_published(block) {
-                self.idle.push_back(block);
+                self.retire(block);
             } else {
                 self.free.push(block);
             }
@@ -437,42 +413,16 @@ impl BlockPool {
         self.leased.clear();
     }
 
-    /// Puts a block whose leases were dropped on the list that its state asks for, if it is on none.
-    fn settle(&mut self, block: BlockId) {
-        if self.ref_count(block) > 0 || self.idle.contains(block) {
-            return;
-        }
-        if !self.is_published(block) {
-            self.free.push(block);
-            return;
-        }
-        // Its parent may have become idle while it was fenced. It must be evicted before that parent, and so
-        // before all blocks that are behind the parent; of a fenced chain, the first one goes first.
-        let mut chain = vec![block];
-        while let Some(Parent::Block(parent)) = self.parent(chain[chain.len() - 1])
-            && self.ref_count(parent) == 0
-            && !self.idle.contains(parent)
-        {
-            chain.push(parent);
-        }
-        for &block in chain.iter().rev() {
-            match self.parent(block) {
-                Some(Parent::Block(parent)) if self.idle.contains(parent) => {
-                    self.idle.insert_before(block, parent);
-                }
-                _ => self.idle.push_back(block),
-            }
-        }
-    }
-
     /// Forgets everything that is published, and returns how many blocks that was. Idle blocks become free;
     /// held ones stay with their tables, which publish nothing any more: what they hold was computed before
     /// the reset.
     pub fn clear_prefix(&mut self) -> u32 {
         let num_published = self.num_published();
-        while let Some(block) = self.idle.front() {
-            self.idle.remove(block);
-            self.free.push(block);
+        for class in 0..NUM_CLASSES {
+            while let Some(block) = self.idle.front(class) {
+                self.idle.remove(block);
+                self.free.push(block);
+            }
         }
         self.index.clear();
         self.epoch += 1;

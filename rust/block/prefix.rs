@@ -75,6 +75,8 @@ pub(super) struct Node {
     pub(super) prev_sibling: u32,
     /// Number of tokens that the node stands for; a full block has `block_size`.
     pub(super) fill_len: u32,
+    /// How many later requests came back to the block, up to the last class.
+    pub(super) num_turns: u32,
 }
 
 /// All published blocks.
@@ -125,6 +127,12 @@ impl PrefixIndex {
     pub(super) fn first_child(&self, block: BlockId) -> Option<BlockId> {
         let child = self.nodes[block.index()].first_child;
         (child != 0).then_some(BlockId(child))
+    }
+
+    /// Turn class of a published block.
+    #[inline]
+    pub(super) fn class(&self, block: BlockId) -> usize {
+        self.nodes[block.index()].num_turns as usize
     }
 
     /// Hash of the chain that ends with `parent`.
@@ -190,6 +198,7 @@ impl PrefixIndex {
             next_sibling,
             prev_sibling: 0,
             fill_len,
+            num_turns: 0,
         };
         let start = block.index() << self.shift;
         self.tokens[start..start + tokens.len()].copy_from_slice(tokens);

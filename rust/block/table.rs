@@ -106,7 +106,7 @@ impl BlockTable {
         for (&block, &hash) in hit.blocks[..num_blocks as usize].iter().zip(&hit.hashes) {
             let current = pool.parent(block) == Some(parent) && pool.hash(block) == hash;
             assert!(current, "block {} of the hit has been evicted", block.0);
-            pool.share(block);
+            pool.reuse(block);
             self.blocks.push(block);
             parent = Parent::Block(block);
         }
@@ -151,12 +151,15 @@ impl BlockTable {
             "{num_computed} tokens are computed but only {num_tokens} exist"
         );
         let needed = self.cost(pool, num_computed, num_tokens);
+        if needed == 0 {
+            if num_computed < num_tokens {
+                self.num_published = self.num_published.min(count(first));
+            }
+            return Ok(());
+        }
         let available = pool.num_available();
         if needed > available {
             return Err(OutOfBlocks { needed, available });
-        }
-        if num_computed == num_tokens {
-            return Ok(());
         }
         for idx in (first..self.blocks.len()).rev() {
             if !pool.is_writable(self.blocks[idx]) {
@@ -190,10 +193,10 @@ impl BlockTable {
         num_computed: u32,
         num_tokens: u32,
     ) -> u32 {
-        let adopted = &hit.blocks[..num_computed.div_ceil(self.block_size) as usize];
+        let adopted = &hit.blocks[..self.blocks_for(num_computed) as usize];
         // A hit block is published, so the last one must be copied when part of it is computed anew.
         let copied = u32::from(!num_computed.is_multiple_of(self.block_size) && num_computed < num_tokens);
-        let growth = num_tokens.div_ceil(self.block_size) - count(adopted.len());
+        let growth = self.blocks_for(num_tokens) - count(adopted.len());
         pool.num_idle_among(adopted) + copied + growth
     }
 
@@ -215,7 +218,7 @@ impl BlockTable {
         if needed > available {
             return Err(OutOfBlocks { needed, available });
         }
-        self.adopt(pool, hit, num_computed.div_ceil(self.block_size));
+        self.adopt(pool, hit, self.blocks_for(num_computed));
         self.reserve(pool, num_computed, num_tokens, copies)
     }
 
@@ -239,7 +242,7 @@ impl BlockTable {
     /// # Panics
     /// If `num_computed` is beyond the table or beyond `tokens`.
     pub fn publish(&mut self, pool: &mut BlockPool, tokens: &[u32], num_computed: u32) {
-        let num_full = (num_computed / self.block_size) as usize;
+        let num_full = self.blocks_within(num_computed) as usize;
         assert!(
             num_full <= self.blocks.len(),
             "{num_computed} computed tokens are more than the table holds"
@@ -276,12 +279,12 @@ impl BlockTable {
     /// length, or across it, is unpublished unless another table holds it or another sequence went on from
     /// it.
     pub fn truncate(&mut self, pool: &mut BlockPool, num_tokens: u32) {
-        let num_kept = num_tokens.div_ceil(self.block_size) as usize;
+        let num_kept = self.blocks_for(num_tokens) as usize;
         while let Some(block) = self.pop_beyond(num_kept) {
             pool.unpublish_sole(block);
             pool.release(block);
         }
-        let num_full = num_tokens / self.block_size;
+        let num_full = self.blocks_within(num_tokens);
         if let Some(&across) = self.blocks.get(num_full as usize) {
             pool.unpublish_sole(across);
         }
@@ -336,9 +339,21 @@ impl BlockTable {
         }
     }
 
+    /// Blocks that `num_tokens` tokens fill. A shift, because the compiler does not know of the power of two.
+    #[inline]
+    fn blocks_within(&self, num_tokens: u32) -> u32 {
+        num_tokens >> self.block_size.trailing_zeros()
+    }
+
+    /// Blocks that hold `num_tokens` tokens.
+    #[inline]
+    fn blocks_for(&self, num_tokens: u32) -> u32 {
+        self.blocks_within(num_tokens) + u32::from(num_tokens & (self.block_size - 1) != 0)
+    }
+
     /// Index of the first block that holds a position from `num_computed` on.
     fn first_written(&self, num_computed: u32) -> usize {
-        let first = (num_computed / self.block_size) as usize;
+        let first = self.blocks_within(num_computed) as usize;
         let held = self.blocks.len() * self.block_size as usize;
         assert!(
             num_computed as usize <= held,
@@ -349,6 +364,6 @@ impl BlockTable {
 
     /// Blocks to add until the table holds `num_tokens`.
     fn growth(&self, num_tokens: u32) -> u32 {
-        num_tokens.div_ceil(self.block_size).saturating_sub(self.len())
+        self.blocks_for(num_tokens).saturating_sub(self.len())
     }
 }

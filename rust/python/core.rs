@@ -69,7 +69,7 @@ impl Core {
     #[new]
     #[pyo3(signature = (
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
-        enable_prefix_caching=true, max_queued_requests=4096
+        enable_prefix_caching=true, eviction="turn", max_queued_requests=4096
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -83,6 +83,7 @@ impl Core {
         max_model_len: u32,
         eos_token_ids: Vec<u32>,
         enable_prefix_caching: bool,
+        eviction: &str,
         max_queued_requests: u32,
     ) -> PyResult<Self> {
         let config = CoreConfig {
@@ -93,6 +94,7 @@ impl Core {
             max_model_len,
             eos_token_ids,
             prefix_caching: enable_prefix_caching,
+            eviction: eviction.parse().map_err(PyValueError::new_err::<String>)?,
             max_queued_requests,
         };
         let hash_key = std::array::from_fn(|word| RandomState::new().hash_one(word));

@@ -54,21 +54,23 @@ impl Scheduler {
 
     /// Token slots of owned blocks that hold no token. A tail that several samples share counts once.
     fn num_wasted_slots(&self) -> u64 {
-        let block_size = self.config.block_size;
+        // Only samples of one request share a block that is not full.
+        let forked = self.queues.has_forks();
         let mut shared_tails: Vec<BlockId> = Vec::new();
         let mut wasted = 0;
         for idx in self.queues.running() {
             let sequence = self.sequences.get(idx);
-            let blocks = sequence.table().blocks();
-            let Some(&tail) = blocks.last() else { continue };
-            let capacity = u32::try_from(blocks.len()).expect("tables are short") * block_size;
-            if self.pool.ref_count(tail) > 1 {
+            let table = sequence.table();
+            if forked
+                && let Some(&tail) = table.blocks().last()
+                && self.pool.ref_count(tail) > 1
+            {
                 if shared_tails.contains(&tail) {
                     continue;
                 }
                 shared_tails.push(tail);
             }
-            wasted += u64::from(capacity - sequence.num_computed);
+            wasted += u64::from(table.len() * self.config.block_size - sequence.num_computed);
         }
         // What the step in flight computes has its slots already.
         let num_scheduled: u32 = self.scheduled.iter().map(|part| part.num_tokens).sum();

@@ -101,6 +101,11 @@ impl Queues {
         self.running.iter().map(|&(_, idx)| idx)
     }
 
+    /// Whether a sample other than the first one of its request runs.
+    pub(super) fn has_forks(&self) -> bool {
+        self.running.iter().any(|(key, _)| key.sample_index > 0)
+    }
+
     /// Running sequences behind `key`.
     pub(super) fn running_after(&self, key: QueueKey) -> impl Iterator<Item = SeqIdx> + '_ {
         let from = self.running.partition_point(|&(other, _)| other <= key);

@@ -75,6 +75,7 @@ impl Scheduler {
             num_blocks: config.num_blocks,
             block_size: config.block_size,
             prefix_caching: config.prefix_caching,
+            eviction: config.eviction,
             hash_key,
         });
         let mut scheduler = Self {
@@ -179,8 +180,10 @@ impl Scheduler {
             self.advance(*part);
             let sampled = &tokens[row..row + part.num_rows as usize];
             row += sampled.len();
-            if !sampled.is_empty() {
-                self.append(part.seq, sampled, states);
+            match *sampled {
+                [] => {}
+                [token] => self.append(part.seq, token, states),
+                _ => self.append_forks(part.seq, sampled, states),
             }
         }
         self.scheduled = scheduled;
@@ -360,23 +363,34 @@ impl Scheduler {
         table.publish(&mut self.pool, &sequence.tokens, sequence.num_computed);
     }
 
+    /// Appends a sampled token and ends the sequence if it was the last one.
+    fn append(&mut self, idx: SeqIdx, token: i32, states: &mut Vec<i32>) {
+        let sequence = self.sequences.get_mut(idx);
+        sequence.pending_forks = 0;
+        sequence.tokens.push(token.cast_unsigned());
+        self.conclude(idx, states);
+    }
+
     /// Appends the sampled tokens: the first to the sequence, the others to its forks, in the order of the rows.
-    fn append(&mut self, idx: SeqIdx, sampled: &[i32], states: &mut Vec<i32>) {
-        let mut samples = vec![idx];
+    fn append_forks(&mut self, idx: SeqIdx, sampled: &[i32], states: &mut Vec<i32>) {
+        let mut samples = Vec::with_capacity(sampled.len());
         // All of them share the prompt before the first one can end and release it.
         for (sample_index, &token) in (1..).zip(&sampled[1..]) {
             samples.push(self.fork(idx, sample_index, token.cast_unsigned()));
         }
-        let sequence = self.sequences.get_mut(idx);
-        sequence.pending_forks = 0;
-        sequence.tokens.push(sampled[0].cast_unsigned());
+        self.append(idx, sampled[0], states);
         for idx in samples {
-            self.stats.generation_tokens += 1;
-            let state = self.finish_state(idx);
-            states.push(state.map_or(0, |reason| reason as i32));
-            if let Some(reason) = state {
-                self.end_sequence(idx, reason, false);
-            }
+            self.conclude(idx, states);
+        }
+    }
+
+    /// Says whether a sequence goes on after its last token, and ends it if not.
+    fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
+        self.stats.generation_tokens += 1;
+        let state = self.finish_state(idx);
+        states.push(state.map_or(0, |reason| reason as i32));
+        if let Some(reason) = state {
+            self.end_sequence(idx, reason, false);
         }
     }
 

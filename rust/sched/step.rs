@@ -62,6 +62,8 @@ const NUM_SECTIONS: usize = 14;
 const DIRECTORY_LEN: usize = 2 + 2 * NUM_SECTIONS;
 /// Words per row of `sampling`.
 pub(super) const SAMPLING_WORDS: usize = 9;
+/// Words per entry of `copies`.
+const COPY_WORDS: usize = 2;
 /// Words per row of `rows`, and per entry of `ended`.
 pub(super) const ROW_WORDS: usize = 4;
 
@@ -140,14 +142,40 @@ pub(super) fn check_arena_len(config: &CoreConfig) -> Result<(), InvalidConfig> 
     })
 }
 
-/// Writes steps into an arena whose sections were measured before.
+/// Writes a step into an arena, sequence by sequence. The sections were measured before.
 pub(super) struct Writer<'a> {
-    arena: &'a mut [i32],
-    offsets: [usize; NUM_SECTIONS],
-    lengths: [usize; NUM_SECTIONS],
-    /// Words written so far, per section.
-    filled: [usize; NUM_SECTIONS],
-    block_size: usize,
+    token_ids: &'a mut [i32],
+    token_source: &'a mut [i32],
+    positions: &'a mut [i32],
+    slot_mapping: &'a mut [i32],
+    query_start: &'a mut [i32],
+    seq_lens: &'a mut [i32],
+    table_start: &'a mut [i32],
+    block_ids: &'a mut [i32],
+    sample_rows: &'a mut [i32],
+    sampling: &'a mut [[i32; SAMPLING_WORDS]],
+    copies: &'a mut [[i32; COPY_WORDS]],
+    rows: &'a mut [[i32; ROW_WORDS]],
+    ended: &'a mut [[i32; ROW_WORDS]],
+    /// Tokens, sequences, blocks of tables and rows written so far.
+    num_tokens: usize,
+    num_sequences: usize,
+    num_table_blocks: usize,
+    num_rows: usize,
+    /// log2 of the block size.
+    shift: u32,
+}
+
+/// What is left of the arena.
+struct Rest<'a>(&'a mut [i32]);
+
+impl<'a> Rest<'a> {
+    /// Cuts the next section off, of `len` rows of `N` words.
+    fn cut<const N: usize>(&mut self, len: usize) -> &'a mut [[i32; N]] {
+        let (section, after) = std::mem::take(&mut self.0).split_at_mut(len * N);
+        self.0 = after;
+        section.as_chunks_mut().0
+    }
 }
 
 impl<'a> Writer<'a> {
@@ -166,6 +194,9 @@ impl<'a> Writer<'a> {
             header.num_ended,
         ]
         .map(|count| count as usize);
+        let (directory, rest) = arena.split_at_mut(DIRECTORY_LEN);
+        directory[0] = ARENA_VERSION;
+        directory[1] = word(NUM_SECTIONS);
         let lengths: [usize; NUM_SECTIONS] = [
             tokens,
             tokens,
@@ -177,78 +208,77 @@ impl<'a> Writer<'a> {
             num_table_blocks,
             rows,
             rows * SAMPLING_WORDS,
-            copies * 2,
+            copies * COPY_WORDS,
             0,
             rows * ROW_WORDS,
             ended * ROW_WORDS,
         ];
-        let mut offsets = [0; NUM_SECTIONS];
         let mut end = DIRECTORY_LEN;
-        arena[0] = ARENA_VERSION;
-        arena[1] = word(NUM_SECTIONS);
-        for (section, &len) in lengths.iter().enumerate() {
-            offsets[section] = end;
-            arena[2 + 2 * section] = word(end);
-            arena[3 + 2 * section] = word(len);
+        for (entry, &len) in directory[2..].as_chunks_mut::<2>().0.iter_mut().zip(&lengths) {
+            *entry = [word(end), word(len)];
             end += len;
         }
-        assert!(end <= arena.len(), "arena_len bounds every step");
-        let mut writer = Self {
-            arena,
-            offsets,
-            lengths,
-            filled: [0; NUM_SECTIONS],
-            block_size: block_size as usize,
+        // In the order of the sections.
+        let mut rest = Rest(rest);
+        let mut words = |len| rest.cut::<1>(len).as_flattened_mut();
+        let writer = Self {
+            token_ids: words(tokens),
+            token_source: words(tokens),
+            positions: words(tokens),
+            slot_mapping: words(tokens),
+            query_start: words(sequences + 1),
+            seq_lens: words(sequences),
+            table_start: words(sequences + 1),
+            block_ids: words(num_table_blocks),
+            sample_rows: words(rows),
+            sampling: rest.cut(rows),
+            copies: rest.cut(copies),
+            rows: rest.cut(rows),
+            ended: rest.cut(ended),
+            num_tokens: 0,
+            num_sequences: 0,
+            num_table_blocks: 0,
+            num_rows: 0,
+            shift: block_size.trailing_zeros(),
         };
-        writer.push(Section::QueryStart, 0);
-        writer.push(Section::TableStart, 0);
+        writer.token_source.fill(-1);
+        (writer.query_start[0], writer.table_start[0]) = (0, 0);
         writer
-    }
-
-    fn take(&mut self, section: Section, len: usize) -> &mut [i32] {
-        let start = self.offsets[section as usize] + self.filled[section as usize];
-        self.filled[section as usize] += len;
-        &mut self.arena[start..start + len]
-    }
-
-    fn push(&mut self, section: Section, value: i32) {
-        self.take(section, 1)[0] = value;
     }
 
     /// Appends one sequence.
     pub(super) fn part(&mut self, part: &Part<'_>) {
         let num_tokens = part.tokens.len();
-        for (out, &token) in self
-            .take(Section::TokenIds, num_tokens)
-            .iter_mut()
-            .zip(part.tokens)
-        {
-            *out = token.cast_signed();
+        let tokens = self.num_tokens..self.num_tokens + num_tokens;
+        if let [token] = *part.tokens {
+            // A decode, without the set-up of loops over many tokens.
+            self.token_ids[tokens.start] = token.cast_signed();
+            self.positions[tokens.start] = part.start.cast_signed();
+            self.slot_mapping[tokens.start] = part.table.slot(part.start);
+        } else {
+            for (out, &token) in self.token_ids[tokens.clone()].iter_mut().zip(part.tokens) {
+                *out = token.cast_signed();
+            }
+            for (out, position) in self.positions[tokens.clone()].iter_mut().zip(part.start..) {
+                *out = position.cast_signed();
+            }
+            for (out, position) in self.slot_mapping[tokens.clone()].iter_mut().zip(part.start..) {
+                *out = part.table.slot(position);
+            }
         }
-        self.take(Section::TokenSource, num_tokens).fill(-1);
-        for (out, position) in self
-            .take(Section::Positions, num_tokens)
-            .iter_mut()
-            .zip(part.start..)
-        {
-            *out = position.cast_signed();
-        }
-        for (out, position) in self
-            .take(Section::SlotMapping, num_tokens)
-            .iter_mut()
-            .zip(part.start..)
-        {
-            *out = part.table.slot(position);
-        }
-        self.push(Section::QueryStart, word(self.filled[Section::TokenIds as usize]));
+        self.num_tokens = tokens.end;
         let seq_len = part.start as usize + num_tokens;
-        self.push(Section::SeqLens, word(seq_len));
         // A table may reach further than this step does; forward reads no block past seq_len.
-        let blocks = &part.table.blocks()[..seq_len.div_ceil(self.block_size)];
-        for (out, block) in self.take(Section::BlockIds, blocks.len()).iter_mut().zip(blocks) {
+        let blocks = &part.table.blocks()[..(seq_len + (1 << self.shift) - 1) >> self.shift];
+        let out = &mut self.block_ids[self.num_table_blocks..][..blocks.len()];
+        for (out, block) in out.iter_mut().zip(blocks) {
             *out = block.0.cast_signed();
         }
-        self.push(Section::TableStart, word(self.filled[Section::BlockIds as usize]));
+        self.num_table_blocks += blocks.len();
+        self.seq_lens[self.num_sequences] = word(seq_len);
+        self.num_sequences += 1;
+        self.query_start[self.num_sequences] = word(self.num_tokens);
+        self.table_start[self.num_sequences] = word(self.num_table_blocks);
         for sample_index in part.sample_index..part.sample_index + part.num_rows {
             self.row(part, sample_index, word(seq_len));
         }
@@ -256,11 +286,8 @@ impl<'a> Writer<'a> {
 
     fn row(&mut self, part: &Part<'_>, sample_index: u32, position: i32) {
         let params = part.params;
-        self.push(
-            Section::SampleRows,
-            word(self.filled[Section::TokenIds as usize] - 1),
-        );
-        self.take(Section::Sampling, SAMPLING_WORDS).copy_from_slice(&[
+        self.sample_rows[self.num_rows] = word(self.num_tokens - 1);
+        self.sampling[self.num_rows] = [
             params.temperature.to_bits().cast_signed(),
             params.top_p.to_bits().cast_signed(),
             params.min_p.to_bits().cast_signed(),
@@ -270,34 +297,39 @@ impl<'a> Writer<'a> {
             sample_index.cast_signed(),
             position,
             params.num_logprobs,
-        ]);
-        self.take(Section::Rows, ROW_WORDS).copy_from_slice(&[
+        ];
+        self.rows[self.num_rows] = [
             low(part.request.0),
             high(part.request.0),
             sample_index.cast_signed(),
             part.num_cached_tokens.cast_signed(),
-        ]);
+        ];
+        self.num_rows += 1;
     }
 
-    /// Appends the copies and the sequences that ended, and checks that every section is full.
-    pub(super) fn finish(mut self, copies: &[(BlockId, BlockId)], ended: impl Iterator<Item = Ended>) {
-        for &(src, dst) in copies {
-            self.take(Section::Copies, 2)
-                .copy_from_slice(&[src.0.cast_signed(), dst.0.cast_signed()]);
+    /// Writes the copies and the sequences that ended, and checks that every section is full.
+    pub(super) fn finish(self, copies: &[(BlockId, BlockId)], ended: impl ExactSizeIterator<Item = Ended>) {
+        let written = [
+            (self.num_tokens, self.token_ids.len()),
+            (self.num_sequences, self.seq_lens.len()),
+            (self.num_table_blocks, self.block_ids.len()),
+            (self.num_rows, self.rows.len()),
+            (copies.len(), self.copies.len()),
+            (ended.len(), self.ended.len()),
+        ];
+        for (written, len) in written {
+            assert_eq!(written, len, "a section is full");
         }
-        for entry in ended {
-            self.take(Section::Ended, ROW_WORDS).copy_from_slice(&[
+        for (out, (src, dst)) in self.copies.iter_mut().zip(copies) {
+            *out = [src.0.cast_signed(), dst.0.cast_signed()];
+        }
+        for (out, entry) in self.ended.iter_mut().zip(ended) {
+            *out = [
                 low(entry.request.0),
                 high(entry.request.0),
                 entry.sample_index.cast_signed(),
                 entry.reason as i32,
-            ]);
-        }
-        for section in 0..NUM_SECTIONS {
-            assert_eq!(
-                self.filled[section], self.lengths[section],
-                "section {section} is full"
-            );
+            ];
         }
     }
 }

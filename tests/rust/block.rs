@@ -4,10 +4,11 @@ mod examples;
 mod model;
 mod op;
 mod random;
+mod weights;
 mod worked_example;
 mod world;
 
-use pagedkv::block::{BlockPool, BlockTable, PoolConfig, PrefixHit, RootId};
+use pagedkv::block::{BlockPool, BlockTable, Eviction, PoolConfig, PrefixHit, RootId};
 use pagedkv::ids::BlockId;
 
 /// An arbitrary key.
@@ -24,6 +25,7 @@ pub(crate) fn pool(num_blocks: u32, block_size: u32) -> BlockPool {
         num_blocks,
         block_size,
         prefix_caching: true,
+        eviction: Eviction::Turn,
         hash_key: HASH_KEY,
     })
 }

@@ -1,7 +1,9 @@
 //! Examples with exact block ids and an exact order of eviction.
 
 use super::{HASH_KEY, computed, found, idle, ids, lookup, pool, text};
-use pagedkv::block::{BlockPool, BlockState, BlockTable, OutOfBlocks, Parent, PoolConfig, PrefixHit};
+use pagedkv::block::{
+    BlockPool, BlockState, BlockTable, Eviction, OutOfBlocks, Parent, PoolConfig, PrefixHit,
+};
 use pagedkv::ids::BlockId;
 
 #[test]
@@ -245,6 +247,7 @@ fn without_prefix_caching_nothing_is_found() {
         num_blocks: 4,
         block_size: 2,
         prefix_caching: false,
+        eviction: Eviction::Turn,
         hash_key: HASH_KEY,
     };
     let mut pool = BlockPool::new(config);

@@ -1,6 +1,9 @@
 //! The pool and its tables again, naively: what is derived is searched for, never kept. It predicts every
 //! block id.
 
+use super::op::Setup;
+use super::weights::{NUM_CLASSES, Weights};
+use pagedkv::block::Eviction;
 use std::collections::BTreeMap;
 
 /// A published prefix: salt, and all tokens from the start to the end of the block.
@@ -27,22 +30,32 @@ pub(crate) struct Model {
     /// What came about, and how often: a random run is worth what it reaches.
     pub(crate) events: BTreeMap<&'static str, u32>,
     pub(crate) free: Vec<u32>,
-    pub(crate) idle: Vec<u32>,
+    /// In the order in which they went idle, or are to be treated as if they had: block, clock at that time.
+    idle: Vec<(u32, u64)>,
+    /// Policy `turn` or not; how often requests came back to each block; the weights; blocks handed out.
+    counts_turns: bool,
+    turns: BTreeMap<u32, usize>,
+    weights: Weights,
+    clock: u64,
     pub(crate) leases: Vec<u32>,
     pub(crate) published: BTreeMap<u32, Prefix>,
     pub(crate) tables: BTreeMap<usize, Table>,
 }
 
 impl Model {
-    pub(crate) fn new(num_blocks: u32, size: usize, caching: bool) -> Self {
+    pub(crate) fn new(setup: Setup) -> Self {
         Self {
-            size,
-            caching,
+            size: setup.block_size as usize,
+            caching: setup.prefix_caching,
             epoch: 0,
             num_evictions: 0,
             events: BTreeMap::new(),
-            free: (1..=num_blocks).rev().collect(),
+            free: (1..=setup.num_blocks).rev().collect(),
             idle: Vec::new(),
+            counts_turns: setup.eviction == Eviction::Turn,
+            turns: BTreeMap::new(),
+            weights: Weights::new(setup.num_blocks),
+            clock: 0,
             leases: Vec::new(),
             published: BTreeMap::new(),
             tables: BTreeMap::new(),
@@ -100,20 +113,80 @@ impl Model {
         ends.map_while(|end| self.find(salt, &tokens[..end])).collect()
     }
 
+    fn is_idle(&self, block: u32) -> bool {
+        self.idle.iter().any(|&(idle, _)| idle == block)
+    }
+
+    fn turn(&self, block: u32) -> usize {
+        self.turns.get(&block).copied().unwrap_or(0)
+    }
+
+    fn unpublish(&mut self, block: u32) -> bool {
+        self.turns.remove(&block);
+        self.published.remove(&block).is_some()
+    }
+
+    /// A request takes a block up again.
+    fn come_back(&mut self, block: u32) {
+        let class = self.turn(block);
+        if let Some(at) = self.idle.iter().position(|&(idle, _)| idle == block) {
+            let (_, since) = self.idle.remove(at);
+            self.weights.hit(class, self.clock - since);
+        }
+        if self.counts_turns {
+            self.turns.insert(block, (class + 1).min(NUM_CLASSES - 1));
+        }
+    }
+
+    /// Which of some idle blocks goes first: the one with the greatest weighted age, among equals the one that came
+    /// back less often, then the one that went idle first.
+    fn oldest(&self, idle: &[(u32, u64)], now: u64) -> usize {
+        let rank = |at: &usize| {
+            let (block, since) = idle[*at];
+            let class = self.turn(block);
+            let age = self.weights.weighted(class, now - since);
+            (std::cmp::Reverse(age), class, *at)
+        };
+        (0..idle.len()).min_by_key(rank).expect("the cost was available")
+    }
+
+    /// The idle blocks in the order in which they would go if no time passed.
+    pub(crate) fn idle_order(&self) -> Vec<u32> {
+        let mut rest = self.idle.clone();
+        std::iter::from_fn(|| {
+            (!rest.is_empty()).then(|| {
+                let at = self.oldest(&rest, self.clock);
+                rest.remove(at).0
+            })
+        })
+        .collect()
+    }
+
     fn allocate(&mut self) -> u32 {
+        self.clock += 1;
         if let Some(block) = self.free.pop() {
             return block;
         }
-        let block = self.idle.remove(0);
+        // The allocation that needs the block is not over yet.
+        let now = self.clock - 1;
+        let at = self.oldest(&self.idle, now);
+        let (block, since) = self.idle.remove(at);
+        let class = self.turn(block);
+        if self.weights.evicted(class, now - since) {
+            self.count("weights adapted");
+        }
+        if at > 0 {
+            self.count("evicted out of turn");
+        }
         for lost in self.descendants(block) {
             assert!(
                 self.num_tables(lost) == 0 && self.num_leases(lost) > 0,
                 "only a fenced block loses its parent"
             );
-            self.published.remove(&lost);
+            self.unpublish(lost);
             self.count("a fenced block lost its parent");
         }
-        self.published.remove(&block);
+        self.unpublish(block);
         self.num_evictions += 1;
         self.count("evicted");
         block
@@ -123,7 +196,7 @@ impl Model {
     fn released(&mut self, block: u32) {
         if self.num_tables(block) == 0 && self.num_leases(block) == 0 {
             if self.published.contains_key(&block) {
-                self.idle.push(block);
+                self.idle.push((block, self.clock));
             } else {
                 self.free.push(block);
             }
@@ -153,7 +226,7 @@ impl Model {
         let (salt, tokens) = prefix;
         let mut blocks = self.lookup(salt, tokens);
         blocks.truncate(num_computed.div_ceil(self.size));
-        let num_idle = blocks.iter().filter(|block| self.idle.contains(block)).count();
+        let num_idle = blocks.iter().filter(|&&block| self.is_idle(block)).count();
         let growth = num_tokens.div_ceil(self.size) - blocks.len();
         let copied = usize::from(!num_computed.is_multiple_of(self.size));
         let needed = u32::try_from(num_idle + growth + copied).expect("a small pool");
@@ -164,7 +237,9 @@ impl Model {
         if num_idle > 0 {
             self.count("took up idle blocks");
         }
-        self.idle.retain(|block| !blocks.contains(block));
+        for &block in &blocks {
+            self.come_back(block);
+        }
         let table = Table {
             salt,
             num_published: blocks.len(),
@@ -238,7 +313,7 @@ impl Model {
                         return;
                     }
                     self.count("merged");
-                    self.idle.retain(|&block| block != known);
+                    self.idle.retain(|&(block, _)| block != known);
                     self.table(key).blocks[idx] = known;
                     self.released(own);
                 }
@@ -252,7 +327,7 @@ impl Model {
 
     fn unpublish_sole(&mut self, block: u32) {
         let sole = self.num_tables(block) == 1 && self.descendants(block).is_empty();
-        if sole && self.published.remove(&block).is_some() {
+        if sole && self.unpublish(block) {
             self.count("unpublished");
         }
     }
@@ -305,7 +380,7 @@ impl Model {
     /// A block whose lease ended goes before its parent if that is idle, and so does a parent in the same
     /// position.
     fn settle(&mut self, block: u32) {
-        if self.num_tables(block) > 0 || self.idle.contains(&block) || self.free.contains(&block) {
+        if self.num_tables(block) > 0 || self.is_idle(block) || self.free.contains(&block) {
             return;
         }
         if !self.published.contains_key(&block) {
@@ -319,17 +394,25 @@ impl Model {
         let at = self
             .idle
             .iter()
-            .position(|&idle| Some(idle) == parent)
+            .position(|&(idle, _)| Some(idle) == parent)
             .unwrap_or(self.idle.len());
-        if at < self.idle.len() {
+        let mut since = self.clock;
+        if let Some(&(parent, age)) = self.idle.get(at) {
             self.count("idle before its parent");
+            since = age;
+            self.turns.insert(block, self.turn(parent));
         }
-        self.idle.insert(at, block);
+        self.idle.insert(at, (block, since));
     }
 
     pub(crate) fn clear_prefix(&mut self) -> u32 {
         let forgotten = u32::try_from(self.published.len()).expect("a small pool");
-        self.free.append(&mut self.idle);
+        // Class by class, each in order of age.
+        let mut idle: Vec<u32> = self.idle.iter().map(|(block, _)| *block).collect();
+        idle.sort_by_key(|&block| self.turn(block));
+        self.free.append(&mut idle);
+        self.idle.clear();
+        self.turns.clear();
         self.published.clear();
         self.epoch += 1;
         forgotten

@@ -1,11 +1,14 @@
 //! What a random run is made of.
 
+use pagedkv::block::Eviction;
+
 /// Size and behaviour of one run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Setup {
     pub(crate) num_blocks: u32,
     pub(crate) block_size: u32,
     pub(crate) prefix_caching: bool,
+    pub(crate) eviction: Eviction,
     pub(crate) degenerate_hash: bool,
 }
 

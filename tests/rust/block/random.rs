@@ -2,15 +2,17 @@
 
 use super::op::{Op, Setup, kind};
 use super::world::World;
+use pagedkv::block::Eviction;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 fn setup() -> impl Strategy<Value = Setup> {
-    (1..24_u32, 0..5_u32, 0..8_u32, any::<bool>()).prop_map(
-        |(num_blocks, shift, caching, degenerate_hash)| Setup {
+    (1..24_u32, 0..5_u32, 0..8_u32, any::<bool>(), any::<bool>()).prop_map(
+        |(num_blocks, shift, caching, lru, degenerate_hash)| Setup {
             num_blocks,
             block_size: 1 << shift,
             prefix_caching: caching != 0,
+            eviction: if lru { Eviction::Lru } else { Eviction::Turn },
             degenerate_hash,
         },
     )
@@ -56,6 +58,11 @@ fn long_runs_agree_with_the_naive_model() {
             num_blocks,
             block_size,
             prefix_caching: true,
+            eviction: if seed % 4 == 2 {
+                Eviction::Lru
+            } else {
+                Eviction::Turn
+            },
             degenerate_hash,
         });
         for _ in 0..1500 {
@@ -76,12 +83,14 @@ fn long_runs_agree_with_the_naive_model() {
         "a fenced block lost its parent",
         "copied",
         "evicted",
+        "evicted out of turn",
         "idle before its parent",
         "merged",
         "not merged, because shared",
         "refused",
         "took up idle blocks",
         "unpublished",
+        "weights adapted",
     ] {
         assert!(events.contains_key(event), "no {event:?} in {events:?}");
     }

@@ -54,12 +54,14 @@ impl World {
             num_blocks,
             block_size,
             prefix_caching,
+            eviction,
             degenerate_hash,
         } = setup;
         let config = PoolConfig {
             num_blocks,
             block_size,
             prefix_caching,
+            eviction,
             hash_key: HASH_KEY,
         };
         Self {
@@ -69,7 +71,7 @@ impl World {
             } else {
                 BlockPool::new(config)
             },
-            model: Model::new(num_blocks, block_size as usize, prefix_caching),
+            model: Model::new(setup),
             sequences: BTreeMap::new(),
             num_made: 0,
             cache: vec![0; ((num_blocks + 1) * block_size) as usize],
@@ -399,7 +401,7 @@ impl World {
         }
         assert_eq!(
             pool.idle_blocks().map(|block| block.0).collect::<Vec<_>>(),
-            model.idle
+            model.idle_order()
         );
         assert_eq!(pool.num_free(), narrow(model.free.len()));
         assert_eq!(pool.num_evictions(), model.num_evictions);

@@ -1,0 +1,1 @@
+"""Benchmarks that drive the real core without a model: `python -m pagedkv.bench`."""
