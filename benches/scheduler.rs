@@ -12,12 +12,16 @@
     reason = "a benchmark is no API, and stops at the first surprise"
 )]
 
+use std::time::{Duration, Instant};
+
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use pagedkv::block::Eviction;
 use pagedkv::config::CoreConfig;
 use pagedkv::sched::{SamplingParams, Scheduler};
 
 const BLOCK_SIZE: u32 = 16;
+/// Steps after which the decoding sequences are replaced.
+const NUM_STEPS: u32 = 3500;
 
 struct Engine {
     scheduler: Scheduler,
@@ -99,15 +103,21 @@ fn decode(criterion: &mut Criterion) {
             group.throughput(Throughput::Elements(num_sequences.into()));
             group.bench_function(BenchmarkId::from_parameter(num_sequences), |bencher| {
                 let mut engine = decoding(num_sequences, len);
-                let mut left = 3500;
-                bencher.iter(|| {
-                    // A sequence that has generated its 4,096 tokens would end.
-                    if left == 0 {
-                        engine = decoding(num_sequences, len);
-                        left = 3500;
+                let mut num_left = NUM_STEPS;
+                // Sequences end after their 4,096 tokens; setting up new ones is not part of a step.
+                bencher.iter_custom(|num_iterations| {
+                    let mut elapsed = Duration::ZERO;
+                    for _ in 0..num_iterations {
+                        if num_left == 0 {
+                            engine = decoding(num_sequences, len);
+                            num_left = NUM_STEPS;
+                        }
+                        num_left -= 1;
+                        let start = Instant::now();
+                        engine.step();
+                        elapsed += start.elapsed();
                     }
-                    left -= 1;
-                    engine.step()
+                    elapsed
                 });
             });
         }
