@@ -81,7 +81,7 @@ impl BlockPool {
     #[inline]
     pub(super) fn reuse(&mut self, block: BlockId) {
         let class = self.index.class(block);
-        if self.ref_count(block) == 0 {
+        if !self.is_held(block) {
             self.turns.hit(class, self.idle_age(block));
         }
         self.share(block);
@@ -99,7 +99,7 @@ impl BlockPool {
 
     /// Puts a block whose leases were dropped on the list that its state asks for, if it is on none.
     pub(super) fn settle(&mut self, block: BlockId) {
-        if self.ref_count(block) > 0 || self.idle.contains(block) {
+        if self.is_held(block) || self.idle.contains(block) {
             return;
         }
         if !self.is_published(block) {
@@ -110,7 +110,7 @@ impl BlockPool {
         // takes the parent's place, age and class; of a fenced chain, the first one goes first.
         let mut chain = vec![block];
         while let Some(Parent::Block(parent)) = self.parent(chain[chain.len() - 1])
-            && self.ref_count(parent) == 0
+            && !self.is_held(parent)
             && !self.idle.contains(parent)
         {
             chain.push(parent);
