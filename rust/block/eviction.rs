@@ -42,15 +42,30 @@ impl BlockPool {
     }
 
     /// Takes the idle block to evict off its list and out of the index.
+    #[inline(never)]
     pub(super) fn evict(&mut self) -> Option<BlockId> {
         let fronts: [_; NUM_CLASSES] = std::array::from_fn(|class| self.idle.front(class));
         let (class, scaled) = self.oldest(fronts.into_iter())?;
         let block = fronts[class].expect("the oldest is one of them");
+        self.prefetch_after(block);
         self.unpublish_tree(block);
         self.idle.remove(block);
         self.turns.evicted(class, scaled);
         self.num_evictions += 1;
         Some(block)
+    }
+
+    /// Fetches what the next evictions will touch, which in a large pool is in no cache: of the block behind
+    /// `block` on its list, whose node is there already, the neighbours in the index, and of the one behind
+    /// that the node.
+    fn prefetch_after(&self, block: BlockId) {
+        if let Some(next) = self.idle.next(block) {
+            self.index.prefetch_removal(next);
+            if let Some(after) = self.idle.next(next) {
+                self.index.prefetch_node(after);
+                self.idle.prefetch(after);
+            }
+        }
     }
 
     /// Takes an idle block out of the index, and before it what follows it there. Children that are idle are
@@ -80,13 +95,16 @@ impl BlockPool {
     /// Adds a table to the holders of a block of a hit: a request came back to it.
     #[inline]
     pub(super) fn reuse(&mut self, block: BlockId) {
-        let class = self.index.class(block);
-        if !self.is_held(block) {
-            self.turns.hit(class, self.idle_age(block));
+        let age = self.num_allocations - self.idle.since(block);
+        let node = &mut self.index.nodes[block.index()];
+        let class = usize::from(node.num_turns);
+        if !node.is_held() {
+            self.turns.hit(class, age);
+            self.idle.remove(block);
         }
-        self.share(block);
+        node.num_tables += 1;
         if self.eviction == Eviction::Turn && class + 1 < NUM_CLASSES {
-            self.index.nodes[block.index()].num_turns += 1;
+            node.num_turns += 1;
         }
     }
 

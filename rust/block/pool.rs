@@ -251,7 +251,10 @@ impl BlockPool {
     /// Takes a block for one table: a free one, or else the idle one that the policy gives up.
     #[inline]
     pub fn allocate(&mut self) -> Option<BlockId> {
-        let block = self.free.pop().or_else(|| self.evict())?;
+        let block = match self.free.pop() {
+            Some(block) => block,
+            None => self.evict()?,
+        };
         self.num_allocations += 1;
         let node = &mut self.index.nodes[block.index()];
         debug_assert!(!node.is_held() && node.parent == 0);

@@ -112,7 +112,7 @@ fn are_equal(one: &[u32], other: &[u32]) -> bool {
     let (other_lines, other_rest) = other.as_chunks::<LINE_TOKENS>();
     lines.len() == other_lines.len()
         && lines.iter().zip(other_lines).all(|(one, other)| one == other)
-        && rest == other_rest
+        && rest.iter().eq(other_rest)
 }
 
 /// All published blocks.
@@ -192,7 +192,11 @@ impl PrefixIndex {
     }
 
     /// The node with this hash, parent and tokens.
-    #[inline]
+    #[expect(
+        clippy::inline_always,
+        reason = "the loop of a lookup, where a call costs as much as the work"
+    )]
+    #[inline(always)]
     pub(super) fn find(&self, hash: u64, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
         let parent = parent.number();
         self.table.find(hash, |block| {
@@ -270,6 +274,23 @@ impl PrefixIndex {
         self.table.remove(node.hash, block);
         if let Parent::Root(root) = parent {
             self.roots.drop_if_unused(root);
+        }
+    }
+
+    /// Fetches the node of a block ahead of its use.
+    #[inline]
+    pub(super) fn prefetch_node(&self, block: BlockId) {
+        prefetch(&self.nodes, block.index());
+    }
+
+    /// Fetches what [`Self::remove`] of a published block will touch beside its node.
+    #[inline]
+    pub(super) fn prefetch_removal(&self, block: BlockId) {
+        let node = &self.nodes[block.index()];
+        self.table.prefetch(node.hash);
+        // What is not a block's number, a root's for instance, is no place in the list and fetches nothing.
+        for number in [node.parent, node.prev_sibling, node.next_sibling] {
+            prefetch(&self.nodes, number as usize);
         }
     }
 
