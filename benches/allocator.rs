@@ -178,14 +178,16 @@ fn idle_pool(num_blocks: u32) -> BlockPool {
     }
     // A stride that shares no factor with the number of children; the parents come last.
     let num_children = blocks.len() - 1000;
-    let stride = (num_children * 5 / 13..)
+    let stride = (num_children * 5 / 13..num_children)
         .find(|stride| gcd(*stride, num_children) == 1)
         .expect("one is near");
     let parents = blocks.drain(..1000).collect::<Vec<_>>();
     for idx in 0..num_children {
         pool.release(blocks[idx * stride % num_children]);
     }
-    parents.into_iter().for_each(|block| pool.release(block));
+    for block in parents {
+        pool.release(block);
+    }
     pool
 }
 
