@@ -12,15 +12,16 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use crossbeam_queue::ArrayQueue;
-use pagedkv::block::{BlockPool, BlockTable, Eviction, PoolConfig};
+use pagedkv::block::{BlockPool, Eviction, Parent, PoolConfig};
 use pagedkv::ids::BlockId;
 use std::hint::black_box;
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 const NUM_BLOCKS: u32 = 65_536;
 const BATCHES: [usize; 3] = [1, 16, 256];
 
-fn pool() -> BlockPool {
+fn pool(num_blocks: u32) -> BlockPool {
     let hash_key = [
         0x9e37_79b9_7f4a_7c15,
         0xbf58_476d_1ce4_e5b9,
@@ -28,7 +29,7 @@ fn pool() -> BlockPool {
         0x2545_f491_4f6c_dd1d,
     ];
     BlockPool::new(PoolConfig {
-        num_blocks: NUM_BLOCKS,
+        num_blocks,
         block_size: 16,
         prefix_caching: true,
         eviction: Eviction::Turn,
@@ -101,7 +102,7 @@ fn allocate_release(criterion: &mut Criterion) {
     for len in BATCHES {
         group.throughput(Throughput::Elements(len as u64));
 
-        let mut pool = pool();
+        let mut pool = pool(NUM_BLOCKS);
         let mut taken: Vec<BlockId> = Vec::with_capacity(len);
         group.bench_function(BenchmarkId::new("pool", len), |bencher| {
             bencher.iter(|| {
@@ -156,27 +157,70 @@ fn allocate_release(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Nothing is free: every allocation evicts, and what is released is published again as something new.
-fn evict_under_pressure(criterion: &mut Criterion) {
-    let mut pool = pool();
+/// A pool in which every block is idle. The blocks went idle in an order that scatters them over the pool, and each
+/// follows one of a thousand first blocks.
+fn idle_pool(num_blocks: u32) -> BlockPool {
+    let mut pool = pool(num_blocks);
     let root = pool.root(b"");
-    let mut token = 0;
-    let mut publish_one = move |pool: &mut BlockPool| {
-        token += 1;
-        let mut table = BlockTable::new(root, pool);
-        table
-            .reserve(pool, 0, 16, &mut Vec::new())
-            .expect("an idle block can be evicted");
-        table.publish(pool, &[token; 16], 16);
-        table.release(pool);
-    };
-    (0..NUM_BLOCKS).for_each(|_| publish_one(&mut pool));
-    assert_eq!(pool.num_idle(), NUM_BLOCKS);
-    criterion.bench_function("evict_under_pressure", |bencher| {
-        bencher.iter(|| publish_one(&mut pool));
-    });
-    assert_eq!(pool.num_idle(), NUM_BLOCKS);
+    let mut blocks: Vec<BlockId> = (0..num_blocks)
+        .map(|_| pool.allocate().expect("the pool has room"))
+        .collect();
+    let mut parents = Vec::new();
+    for (token, &block) in (0..).zip(&blocks) {
+        let parent = if token < 1000 {
+            parents.push(block);
+            Parent::Root(root)
+        } else {
+            Parent::Block(parents[token as usize % 1000])
+        };
+        let hash = pool.chain_hash(parent, &[token; 16]);
+        pool.publish(block, parent, hash, &[token; 16]);
+    }
+    // A stride that shares no factor with the number of children; the parents come last.
+    let num_children = blocks.len() - 1000;
+    let stride = (num_children * 5 / 13..num_children)
+        .find(|stride| gcd(*stride, num_children) == 1)
+        .expect("one is near");
+    let parents = blocks.drain(..1000).collect::<Vec<_>>();
+    for idx in 0..num_children {
+        pool.release(blocks[idx * stride % num_children]);
+    }
+    for block in parents {
+        pool.release(block);
+    }
+    pool
 }
 
-criterion_group!(benches, allocate_release, evict_under_pressure);
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// Nothing is free: every allocation evicts.
+fn evict(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("evict");
+    group.sample_size(20);
+    for num_blocks in [4096, 65_536, 1_048_576] {
+        let full = idle_pool(num_blocks);
+        group.bench_function(BenchmarkId::from_parameter(num_blocks), |bencher| {
+            bencher.iter_custom(|num_evictions| {
+                let mut left = num_evictions;
+                let mut elapsed = Duration::ZERO;
+                while left > 0 {
+                    let mut pool = full.clone();
+                    let batch = left.min(u64::from(num_blocks) - 1000);
+                    let start = Instant::now();
+                    for _ in 0..batch {
+                        black_box(pool.allocate());
+                    }
+                    elapsed += start.elapsed();
+                    left -= batch;
+                }
+                elapsed
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, allocate_release, evict);
 criterion_main!(benches);

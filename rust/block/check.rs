@@ -1,8 +1,8 @@
 //! The invariants of the pool, checked in O(pool): after every operation in tests, and on demand in a running
 //! engine.
 
-use super::pool::{BlockPool, BlockState, Holds};
-use super::prefix::Parent;
+use super::pool::{BlockPool, BlockState};
+use super::prefix::{Node, Parent};
 use crate::ids::BlockId;
 
 impl BlockPool {
@@ -11,7 +11,7 @@ impl BlockPool {
     /// # Errors
     /// Says which invariant is broken, and for which block.
     pub fn check(&self) -> Result<(), String> {
-        if self.holds[0] != Holds::default() || self.is_published(BlockId::NULL) {
+        if self.index.nodes[0] != Node::default() {
             return Err("the null block is in use".to_owned());
         }
         self.idle.check()?;
@@ -23,17 +23,15 @@ impl BlockPool {
 
     /// Every block is on the list of its state, once.
     fn check_lists(&self) -> Result<(), String> {
-        let mut on_free = vec![false; self.holds.len()];
+        let mut on_free = vec![false; self.index.nodes.len()];
         for block in &self.free {
             if std::mem::replace(&mut on_free[block.index()], true) {
                 return Err(format!("block {} is free twice", block.0));
             }
         }
-        let mut on_leased = vec![false; self.holds.len()];
+        let mut on_leased = vec![false; self.index.nodes.len()];
         for block in &self.leased {
-            if std::mem::replace(&mut on_leased[block.index()], true) {
-                return Err(format!("block {} is on the lease list twice", block.0));
-            }
+            on_leased[block.index()] = true;
         }
         for block in (1..=self.num_blocks()).map(BlockId) {
             let state = self.state(block);
@@ -51,7 +49,7 @@ impl BlockPool {
                     self.idle.contains(block)
                 ));
             }
-            if (self.holds[block.index()].num_leases > 0) != on_leased[block.index()] {
+            if self.index.nodes[block.index()].is_leased != on_leased[block.index()] {
                 return Err(format!("block {} and the lease list disagree", block.0));
             }
         }
@@ -83,7 +81,7 @@ impl BlockPool {
 
     /// A published block is evicted before its parent, and a parent is held while a table holds its child.
     fn check_idle_order(&self) -> Result<(), String> {
-        let mut rank = vec![usize::MAX; self.holds.len()];
+        let mut rank = vec![usize::MAX; self.index.nodes.len()];
         for (i, block) in self.idle_blocks().enumerate() {
             rank[block.index()] = i;
         }
@@ -99,7 +97,7 @@ impl BlockPool {
             }
             let parent_rank = rank[parent.index()];
             match self.state(block) {
-                BlockState::Owned if self.holds[parent.index()].num_tables == 0 => {
+                BlockState::Owned if self.index.nodes[parent.index()].num_tables == 0 => {
                     return Err(format!(
                         "a table holds block {} but none holds its parent {}",
                         block.0, parent.0

@@ -42,15 +42,30 @@ impl BlockPool {
     }
 
     /// Takes the idle block to evict off its list and out of the index.
+    #[inline(never)]
     pub(super) fn evict(&mut self) -> Option<BlockId> {
         let fronts: [_; NUM_CLASSES] = std::array::from_fn(|class| self.idle.front(class));
         let (class, scaled) = self.oldest(fronts.into_iter())?;
         let block = fronts[class].expect("the oldest is one of them");
+        self.prefetch_after(block);
         self.unpublish_tree(block);
         self.idle.remove(block);
         self.turns.evicted(class, scaled);
         self.num_evictions += 1;
         Some(block)
+    }
+
+    /// Fetches what the next evictions will touch, which in a large pool is in no cache: of the block behind
+    /// `block` on its list, whose node is there already, the neighbours in the index, and of the one behind
+    /// that the node.
+    fn prefetch_after(&self, block: BlockId) {
+        if let Some(next) = self.idle.next(block) {
+            self.index.prefetch_removal(next);
+            if let Some(after) = self.idle.next(next) {
+                self.index.prefetch_node(after);
+                self.idle.prefetch(after);
+            }
+        }
     }
 
     /// Takes an idle block out of the index, and before it what follows it there. Children that are idle are
@@ -80,13 +95,16 @@ impl BlockPool {
     /// Adds a table to the holders of a block of a hit: a request came back to it.
     #[inline]
     pub(super) fn reuse(&mut self, block: BlockId) {
-        let class = self.index.class(block);
-        if self.ref_count(block) == 0 {
-            self.turns.hit(class, self.idle_age(block));
+        let age = self.num_allocations - self.idle.since(block);
+        let node = &mut self.index.nodes[block.index()];
+        let class = usize::from(node.num_turns);
+        if !node.is_held() {
+            self.turns.hit(class, age);
+            self.idle.remove(block);
         }
-        self.share(block);
+        node.num_tables += 1;
         if self.eviction == Eviction::Turn && class + 1 < NUM_CLASSES {
-            self.index.nodes[block.index()].num_turns += 1;
+            node.num_turns += 1;
         }
     }
 
@@ -99,7 +117,7 @@ impl BlockPool {
 
     /// Puts a block whose leases were dropped on the list that its state asks for, if it is on none.
     pub(super) fn settle(&mut self, block: BlockId) {
-        if self.ref_count(block) > 0 || self.idle.contains(block) {
+        if self.is_held(block) || self.idle.contains(block) {
             return;
         }
         if !self.is_published(block) {
@@ -110,7 +128,7 @@ impl BlockPool {
         // takes the parent's place, age and class; of a fenced chain, the first one goes first.
         let mut chain = vec![block];
         while let Some(Parent::Block(parent)) = self.parent(chain[chain.len() - 1])
-            && self.ref_count(parent) == 0
+            && !self.is_held(parent)
             && !self.idle.contains(parent)
         {
             chain.push(parent);

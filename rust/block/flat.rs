@@ -72,7 +72,11 @@ impl FlatTable {
 
     /// The first block under `hash` that `accept` takes. It is asked only about blocks with the same half
     /// hash.
-    #[inline]
+    #[expect(
+        clippy::inline_always,
+        reason = "the loop of a lookup, where a call costs as much as the work"
+    )]
+    #[inline(always)]
     pub(super) fn find(&self, hash: u64, mut accept: impl FnMut(BlockId) -> bool) -> Option<BlockId> {
         let mut slot = self.home(hash);
         loop {

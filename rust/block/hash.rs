@@ -39,7 +39,11 @@ impl BlockHasher {
     }
 
     /// Hash of a block that follows the block or root with hash `parent`. The length is part of the hash.
-    #[inline]
+    #[expect(
+        clippy::inline_always,
+        reason = "the loop of a lookup, where a call costs as much as the work"
+    )]
+    #[inline(always)]
     pub(super) fn block(&self, parent: u64, tokens: &[u32]) -> u64 {
         if self.degenerate {
             return 0;

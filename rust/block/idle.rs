@@ -4,6 +4,7 @@
 //! and no operation allocates. Every list is a ring closed by a sentinel of its own behind the blocks. A block
 //! keeps the time at which it went idle; within a list the times never decrease.
 
+use super::flat::prefetch;
 use super::turn::NUM_CLASSES;
 use crate::ids::BlockId;
 
@@ -73,6 +74,19 @@ impl IdleLists {
     #[inline]
     pub(super) fn since(&self, block: BlockId) -> u64 {
         self.links[block.index()].since
+    }
+
+    /// The block behind an idle one on its list.
+    #[inline]
+    pub(super) fn next(&self, block: BlockId) -> Option<BlockId> {
+        let next = self.links[block.index()].next;
+        ((next as usize) < self.sentinel(0)).then_some(BlockId(next))
+    }
+
+    /// Fetches the links of a block ahead of their use.
+    #[inline]
+    pub(super) fn prefetch(&self, block: BlockId) {
+        prefetch(&self.links, block.index());
     }
 
     /// Appends `block`, which goes idle now, to the list of `class`.

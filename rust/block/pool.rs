@@ -25,29 +25,18 @@ pub enum BlockState {
     Fenced,
 }
 
-/// Who keeps a block from being taken.
-#[derive(Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Holds {
-    /// Tables, sessions and pins.
-    pub(super) num_tables: u32,
-    /// Copies of the step in flight that read the block.
-    pub(super) num_leases: u32,
-}
-
 /// All blocks of one cache. Owned by one thread.
 #[derive(Clone, PartialEq, Eq)]
 pub struct BlockPool {
     block_size: u32,
     prefix_caching: bool,
-    /// By block id; the null block's entry stays empty.
-    pub(super) holds: Vec<Holds>,
     /// A stack, so that the block released last is used first, while it may still be in a cache.
     pub(super) free: Vec<BlockId>,
     pub(super) idle: IdleLists,
     pub(super) eviction: Eviction,
     pub(super) turns: TurnWeights,
     pub(super) index: PrefixIndex,
-    /// Blocks with at least one lease, each once.
+    /// Blocks that copies of the step in flight read, once for every copy.
     pub(super) leased: Vec<BlockId>,
     /// Counts calls of `clear_prefix`.
     epoch: u64,
@@ -85,7 +74,6 @@ impl BlockPool {
         Self {
             block_size,
             prefix_caching,
-            holds: vec![Holds::default(); num_blocks as usize + 1],
             free: (1..=num_blocks).rev().map(BlockId).collect(),
             idle: IdleLists::new(num_blocks),
             eviction,
@@ -107,7 +95,7 @@ impl BlockPool {
     /// Usable blocks, whatever their state.
     #[inline]
     pub fn num_blocks(&self) -> u32 {
-        count(self.holds.len() - 1)
+        count(self.index.nodes.len() - 1)
     }
 
     /// Blocks that nobody holds and nothing can find.
@@ -128,14 +116,12 @@ impl BlockPool {
         self.num_free() + self.num_idle()
     }
 
-    /// Blocks that only a copy of the step in flight holds.
+    /// Blocks that only copies of the step in flight hold.
     pub fn num_fenced(&self) -> u32 {
-        count(
-            self.leased
-                .iter()
-                .filter(|block| self.holds[block.index()].num_tables == 0)
-                .count(),
-        )
+        let fenced = self.leased.iter().enumerate().filter(|&(at, block)| {
+            self.index.nodes[block.index()].num_tables == 0 && !self.leased[..at].contains(block)
+        });
+        count(fenced.count())
     }
 
     /// Blocks that tables hold.
@@ -168,26 +154,24 @@ impl BlockPool {
     /// If `block` is the null block.
     pub fn state(&self, block: BlockId) -> BlockState {
         assert!(block != BlockId::NULL, "the null block has no state");
-        let Holds {
-            num_tables,
-            num_leases,
-        } = self.holds[block.index()];
-        match (num_tables, num_leases) {
-            (0, 0) if self.is_published(block) => BlockState::Idle,
-            (0, 0) => BlockState::Free,
-            (0, _) => BlockState::Fenced,
+        let node = self.index.nodes[block.index()];
+        match (node.num_tables, node.is_leased) {
+            (0, false) if self.is_published(block) => BlockState::Idle,
+            (0, false) => BlockState::Free,
+            (0, true) => BlockState::Fenced,
             _ => BlockState::Owned,
         }
     }
 
     /// Tables that hold the block plus copies of the step in flight that read it.
-    #[inline]
     pub fn ref_count(&self, block: BlockId) -> u32 {
-        let Holds {
-            num_tables,
-            num_leases,
-        } = self.holds[block.index()];
-        num_tables + num_leases
+        self.index.nodes[block.index()].num_tables + self.num_leases(block)
+    }
+
+    /// Whether a table or a copy of the step in flight holds the block.
+    #[inline]
+    pub(super) fn is_held(&self, block: BlockId) -> bool {
+        self.index.nodes[block.index()].is_held()
     }
 
     /// Whether a lookup can find the block.
@@ -200,7 +184,8 @@ impl BlockPool {
     /// find it. Leases do not matter, because the copies of a step run before its writes.
     #[inline]
     pub fn is_writable(&self, block: BlockId) -> bool {
-        self.holds[block.index()].num_tables == 1 && !self.is_published(block)
+        let node = &self.index.nodes[block.index()];
+        node.num_tables == 1 && node.parent == 0
     }
 
     /// What a published block follows.
@@ -260,16 +245,20 @@ impl BlockPool {
 
     /// How many of some published blocks are idle.
     pub(super) fn num_idle_among(&self, blocks: &[BlockId]) -> u32 {
-        count(blocks.iter().filter(|&&block| self.ref_count(block) == 0).count())
+        count(blocks.iter().filter(|&&block| !self.is_held(block)).count())
     }
 
     /// Takes a block for one table: a free one, or else the idle one that the policy gives up.
     #[inline]
     pub fn allocate(&mut self) -> Option<BlockId> {
-        let block = self.free.pop().or_else(|| self.evict())?;
-        debug_assert!(self.ref_count(block) == 0 && !self.is_published(block));
+        let block = match self.free.pop() {
+            Some(block) => block,
+            None => self.evict()?,
+        };
         self.num_allocations += 1;
-        self.holds[block.index()].num_tables = 1;
+        let node = &mut self.index.nodes[block.index()];
+        debug_assert!(!node.is_held() && node.parent == 0);
+        node.num_tables = 1;
         Some(block)
     }
 
@@ -280,15 +269,17 @@ impl BlockPool {
     /// If the block is free.
     #[inline]
     pub fn share(&mut self, block: BlockId) {
-        if self.ref_count(block) == 0 {
-            assert!(
-                self.is_published(block),
-                "block {} was shared but is free",
-                block.0
-            );
+        let node = &mut self.index.nodes[block.index()];
+        let was_held = node.is_held();
+        assert!(
+            was_held || node.parent != 0,
+            "block {} was shared but is free",
+            block.0
+        );
+        node.num_tables += 1;
+        if !was_held {
             self.idle.remove(block);
         }
-        self.holds[block.index()].num_tables += 1;
     }
 
     /// Takes a table from the holders of a block. A table releases its blocks from the last to the first.
@@ -297,18 +288,18 @@ impl BlockPool {
     /// If no table holds the block.
     #[inline]
     pub fn release(&mut self, block: BlockId) {
-        let holds = &mut self.holds[block.index()];
+        let node = &mut self.index.nodes[block.index()];
         assert!(
-            holds.num_tables > 0,
+            node.num_tables > 0,
             "block {} was released but no table holds it",
             block.0
         );
-        holds.num_tables -= 1;
-        if *holds == Holds::default() {
-            if self.is_published(block) {
-                self.retire(block);
-            } else {
+        node.num_tables -= 1;
+        if !node.is_held() {
+            if node.parent == 0 {
                 self.free.push(block);
+            } else {
+                self.retire(block);
             }
         }
     }
@@ -329,7 +320,7 @@ impl BlockPool {
     /// If the block is not held, is published already, or is not full, or if its parent is not published.
     pub fn publish(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[u32]) -> BlockId {
         assert!(
-            self.holds[block.index()].num_tables > 0,
+            self.index.nodes[block.index()].num_tables > 0,
             "block {} was published but no table holds it",
             block.0
         );
@@ -369,7 +360,7 @@ impl BlockPool {
 
     /// Makes a block that exactly one table holds private again, if no published block depends on it.
     pub(super) fn unpublish_sole(&mut self, block: BlockId) -> bool {
-        let sole = self.holds[block.index()].num_tables == 1 && self.is_published(block);
+        let sole = self.index.nodes[block.index()].num_tables == 1 && self.is_published(block);
         let leaf = self.index.first_child(block).is_none();
         if sole && leaf {
             self.index.remove(block);
@@ -378,9 +369,8 @@ impl BlockPool {
     }
 
     /// Copies of the step in flight that read a block.
-    #[inline]
     pub fn num_leases(&self, block: BlockId) -> u32 {
-        self.holds[block.index()].num_leases
+        count(self.leased.iter().filter(|&&leased| leased == block).count())
     }
 
     /// Keeps a held block from being reused until [`Self::end_step`], because a copy of the step reads it.
@@ -388,29 +378,21 @@ impl BlockPool {
     /// # Panics
     /// If nobody holds the block.
     pub fn lease(&mut self, block: BlockId) {
-        assert!(
-            self.ref_count(block) > 0,
-            "block {} was leased but nobody holds it",
-            block.0
-        );
-        let holds = &mut self.holds[block.index()];
-        holds.num_leases += 1;
-        if holds.num_leases == 1 {
-            self.leased.push(block);
-        }
+        let node = &mut self.index.nodes[block.index()];
+        assert!(node.is_held(), "block {} was leased but nobody holds it", block.0);
+        node.is_leased = true;
+        self.leased.push(block);
     }
 
     /// Drops all leases: the copies of the step have been made.
     pub fn end_step(&mut self) {
-        let leased = std::mem::take(&mut self.leased);
-        for block in &leased {
-            self.holds[block.index()].num_leases = 0;
-        }
-        for &block in &leased {
+        let mut leased = std::mem::take(&mut self.leased);
+        let nodes = &mut self.index.nodes;
+        leased.retain(|block| std::mem::take(&mut nodes[block.index()].is_leased));
+        for block in leased.drain(..) {
             self.settle(block);
         }
         self.leased = leased;
-        self.leased.clear();
     }
 
     /// Forgets everything that is published, and returns how many blocks that was. Idle blocks become free;

@@ -17,6 +17,9 @@ use crate::ids::BlockId;
 const SLOT_AHEAD: usize = 8;
 const NODE_AHEAD: usize = 4;
 
+/// Tokens in a cache line.
+const LINE_TOKENS: usize = 16;
+
 /// Set in the number of a node that is a root.
 const ROOT_BIT: u32 = 1 << 31;
 
@@ -63,7 +66,8 @@ pub struct PrefixHit {
     pub num_idle: u32,
 }
 
-/// What the index knows of a block. All zero while the block is not published.
+/// A block: what the index knows of it, all zero while it is not published, and who holds it. Both lie together
+/// because both are asked for whenever a block changes hands; a node is half a cache line.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Node {
     pub(super) hash: u64,
@@ -74,9 +78,41 @@ pub(super) struct Node {
     pub(super) next_sibling: u32,
     pub(super) prev_sibling: u32,
     /// Number of tokens that the node stands for; a full block has `block_size`.
-    pub(super) fill_len: u32,
+    pub(super) fill_len: u16,
     /// How many later requests came back to the block, up to the last class.
-    pub(super) num_turns: u32,
+    pub(super) num_turns: u8,
+    /// Whether a copy of the step in flight reads the block.
+    pub(super) is_leased: bool,
+    /// Tables that hold the block.
+    pub(super) num_tables: u32,
+}
+
+impl Node {
+    /// Whether anybody keeps the block from being taken.
+    #[inline]
+    pub(super) fn is_held(&self) -> bool {
+        self.num_tables > 0 || self.is_leased
+    }
+
+    /// What is left of it when it is not published any more.
+    #[inline]
+    fn unpublished(self) -> Self {
+        Self {
+            is_leased: self.is_leased,
+            num_tables: self.num_tables,
+            ..Self::default()
+        }
+    }
+}
+
+/// Whether two blocks have the same tokens: line by line, which is faster than a call for so few bytes.
+#[inline]
+fn are_equal(one: &[u32], other: &[u32]) -> bool {
+    let (lines, rest) = one.as_chunks::<LINE_TOKENS>();
+    let (other_lines, other_rest) = other.as_chunks::<LINE_TOKENS>();
+    lines.len() == other_lines.len()
+        && lines.iter().zip(other_lines).all(|(one, other)| one == other)
+        && rest.iter().eq(other_rest)
 }
 
 /// All published blocks.
@@ -86,8 +122,10 @@ pub(super) struct PrefixIndex {
     pub(super) table: FlatTable,
     pub(super) nodes: Vec<Node>,
     pub(super) roots: Roots,
-    /// Tokens of the published blocks, `block_size` to a block.
+    /// Tokens of the published blocks, `block_size` to a block, after some padding: with it, blocks of 16 begin
+    /// with a cache line.
     tokens: Vec<u32>,
+    padding: usize,
     /// log2 of the block size.
     shift: u32,
 }
@@ -95,12 +133,15 @@ pub(super) struct PrefixIndex {
 impl PrefixIndex {
     pub(super) fn new(hasher: BlockHasher, num_blocks: u32, block_size: u32) -> Self {
         let num_nodes = num_blocks as usize + 1;
+        let tokens = vec![0; (num_nodes * block_size as usize) + LINE_TOKENS];
+        let padding = tokens.as_ptr().align_offset(LINE_TOKENS * size_of::<u32>());
         Self {
             hasher,
             table: FlatTable::new(num_blocks),
             nodes: vec![Node::default(); num_nodes],
             roots: Roots::default(),
-            tokens: vec![0; num_nodes * block_size as usize],
+            tokens,
+            padding: padding.min(LINE_TOKENS),
             shift: block_size.trailing_zeros(),
         }
     }
@@ -119,8 +160,14 @@ impl PrefixIndex {
     /// Tokens of a published block.
     #[inline]
     pub(super) fn tokens(&self, block: BlockId) -> &[u32] {
-        let start = block.index() << self.shift;
-        &self.tokens[start..start + self.nodes[block.index()].fill_len as usize]
+        let start = self.start(block);
+        &self.tokens[start..start + usize::from(self.nodes[block.index()].fill_len)]
+    }
+
+    /// Where the tokens of a block begin.
+    #[inline]
+    fn start(&self, block: BlockId) -> usize {
+        self.padding + (block.index() << self.shift)
     }
 
     #[inline]
@@ -132,7 +179,7 @@ impl PrefixIndex {
     /// Turn class of a published block.
     #[inline]
     pub(super) fn class(&self, block: BlockId) -> usize {
-        self.nodes[block.index()].num_turns as usize
+        self.nodes[block.index()].num_turns.into()
     }
 
     /// Hash of the chain that ends with `parent`.
@@ -145,12 +192,16 @@ impl PrefixIndex {
     }
 
     /// The node with this hash, parent and tokens.
-    #[inline]
+    #[expect(
+        clippy::inline_always,
+        reason = "the loop of a lookup, where a call costs as much as the work"
+    )]
+    #[inline(always)]
     pub(super) fn find(&self, hash: u64, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
         let parent = parent.number();
         self.table.find(hash, |block| {
             let node = &self.nodes[block.index()];
-            node.hash == hash && node.parent == parent && self.tokens(block) == tokens
+            node.hash == hash && node.parent == parent && are_equal(self.tokens(block), tokens)
         })
     }
 
@@ -173,7 +224,7 @@ impl PrefixIndex {
                 .and_then(|&ahead| self.table.guess(ahead))
             {
                 prefetch(&self.nodes, candidate.index());
-                prefetch(&self.tokens, candidate.index() << self.shift);
+                prefetch(&self.tokens, self.start(candidate));
             }
             let Some(found) = self.find(hit.hashes[idx], parent, block) else {
                 break;
@@ -189,25 +240,23 @@ impl PrefixIndex {
         if next_sibling != 0 {
             self.nodes[next_sibling as usize].prev_sibling = block.0;
         }
-        let fill_len = u32::try_from(tokens.len()).expect("a block has at most 1024 tokens");
-        let parent = parent.number();
-        self.nodes[block.index()] = Node {
+        let node = &mut self.nodes[block.index()];
+        *node = Node {
             hash,
-            parent,
-            first_child: 0,
+            parent: parent.number(),
             next_sibling,
-            prev_sibling: 0,
-            fill_len,
-            num_turns: 0,
+            fill_len: u16::try_from(tokens.len()).expect("a block has at most 1024 tokens"),
+            ..node.unpublished()
         };
-        let start = block.index() << self.shift;
+        let start = self.start(block);
         self.tokens[start..start + tokens.len()].copy_from_slice(tokens);
         self.table.insert(hash, block);
     }
 
     /// Takes a leaf out of the index: hash entry, links and node go together.
     pub(super) fn remove(&mut self, block: BlockId) {
-        let node = std::mem::take(&mut self.nodes[block.index()]);
+        let node = self.nodes[block.index()];
+        self.nodes[block.index()] = node.unpublished();
         let parent = Parent::from_number(node.parent).expect("only a published block is unpublished");
         assert!(
             node.first_child == 0,
@@ -228,10 +277,29 @@ impl PrefixIndex {
         }
     }
 
+    /// Fetches the node of a block ahead of its use.
+    #[inline]
+    pub(super) fn prefetch_node(&self, block: BlockId) {
+        prefetch(&self.nodes, block.index());
+    }
+
+    /// Fetches what [`Self::remove`] of a published block will touch beside its node.
+    #[inline]
+    pub(super) fn prefetch_removal(&self, block: BlockId) {
+        let node = &self.nodes[block.index()];
+        self.table.prefetch(node.hash);
+        // What is not a block's number, a root's for instance, is no place in the list and fetches nothing.
+        for number in [node.parent, node.prev_sibling, node.next_sibling] {
+            prefetch(&self.nodes, number as usize);
+        }
+    }
+
     /// Takes every node out. Roots that nobody holds go with them.
     pub(super) fn clear(&mut self) {
         self.table.clear();
-        self.nodes.fill(Node::default());
+        for node in &mut self.nodes {
+            *node = node.unpublished();
+        }
         let roots: Vec<RootId> = self.roots.iter().map(|(id, _)| id).collect();
         for root in roots {
             self.roots.get_mut(root).first_child = 0;
@@ -254,7 +322,7 @@ impl PrefixIndex {
         let mut num_published = 0;
         for (id, node) in (0..).map(BlockId).zip(&self.nodes) {
             let Some(parent) = Parent::from_number(node.parent) else {
-                if *node != Node::default() {
+                if *node != node.unpublished() {
                     return Err(format!("block {} was unpublished in part", id.0));
                 }
                 continue;

@@ -24,14 +24,15 @@ const LEAST: u64 = ONE / 8;
 /// A hit is late at this part of the scaled age at which blocks are evicted.
 const LATE: u64 = 4;
 
-/// Evictions, in parts of the pool, between two adaptations; and the least number.
+/// Evictions, in parts of the pool, between two adaptations; and the least number, some dozens of requests: the
+/// blocks of one request come and go together.
 const PERIOD: u32 = 4;
-const LEAST_PERIOD: u32 = 64;
+const LEAST_PERIOD: u32 = 1024;
 
 /// Strength of the assumption that all classes are hit alike: in parts of the pool, blocks that are counted
-/// beside the ones that were seen; and the least number.
+/// beside the ones that were seen, and some more for a small pool.
 const PRIOR: u32 = 8;
-const LEAST_PRIOR: u32 = 16;
+const MORE_PRIOR: u32 = 128;
 
 /// Weights of the classes and what they are learned from.
 #[derive(Clone, PartialEq, Eq)]
@@ -58,7 +59,7 @@ impl TurnWeights {
             evicted_age: 0,
             num_evictions: 0,
             period: (num_blocks / PERIOD).max(LEAST_PERIOD),
-            prior: u64::from(num_blocks / PRIOR + LEAST_PRIOR),
+            prior: u64::from(num_blocks / PRIOR + MORE_PRIOR),
         }
     }
 

@@ -4,6 +4,7 @@ mod examples;
 mod model;
 mod op;
 mod random;
+mod sessions;
 mod weights;
 mod worked_example;
 mod world;

@@ -48,23 +48,35 @@ def parser() -> argparse.ArgumentParser:
     replays = commands.add_parser(
         "replay",
         help="replay a trace through the core and count what the prefix cache found",
-        description="Replays a trace through the core, without a model. By default one request at a time and its"
-        " prompt only; with --concurrent requests arrive when the trace says and generate their outputs, in virtual"
-        " time. A hit counts in whole blocks.",
+        description="Replays a trace through the core, without a model. By default one request at a time, its"
+        " prompt only; with --concurrent requests arrive when the trace says and generate their outputs, in"
+        " virtual time. A hit counts in whole blocks.",
     )
     replays.add_argument("trace", type=Path, help="Mooncake trace (.jsonl) or Azure lengths (.csv)")
     replays.add_argument("--policy", type=_policies, default=list(POLICIES), metavar="NAMES", help="lru,turn")
     replays.add_argument(
-        "--blocks", type=_positives, default=[1000, 2000, 4000, 8000, 16000], metavar="SIZES", help="pool sizes"
+        "--blocks",
+        type=_positives,
+        default=[1000, 2000, 4000, 8000, 16000],
+        metavar="SIZES",
+        help="pool sizes",
     )
-    replays.add_argument("--block-size", type=_positive, default=512, metavar="N", help="tokens (default: 512)")
+    replays.add_argument(
+        "--block-size", type=_positive, default=512, metavar="N", help="tokens (default: 512)"
+    )
     replays.add_argument("--limit", type=_positive, metavar="N", help="replay the first N requests only")
     replays.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    replays.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG of blocks in use over time here")
+    replays.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write an SVG of blocks in use over time here"
+    )
     together = replays.add_argument_group("with --concurrent")
-    together.add_argument("--concurrent", action="store_true", help="replay arrivals and outputs in virtual time")
+    together.add_argument(
+        "--concurrent", action="store_true", help="replay arrivals and outputs in virtual time"
+    )
     together.add_argument("--max-num-seqs", type=_positive, default=256, metavar="N", help="default: 256")
-    together.add_argument("--max-num-batched-tokens", type=_positive, default=8192, metavar="N", help="default: 8192")
+    together.add_argument(
+        "--max-num-batched-tokens", type=_positive, default=8192, metavar="N", help="default: 8192"
+    )
     together.add_argument(
         "--step-ms", type=_positive_float, default=10.0, metavar="MS", help="time of a step (default: 10)"
     )
@@ -96,8 +108,13 @@ def _replay(options: argparse.Namespace) -> None:
             step_s=options.step_ms / 1e3,
             token_s=1 / options.tokens_per_s,
         )
-    print(f"{options.trace.name}: {len(requests)} requests, {sum(r.input_len for r in requests)} prompt tokens")
-    print(f"{'policy':8}{'blocks':>8}{'hit ratio':>11}{'evictions':>11}{'preemptions':>13}{'in use':>8}{'seconds':>9}")
+    print(
+        f"{options.trace.name}: {len(requests)} requests, {sum(r.input_len for r in requests)} prompt tokens"
+    )
+    print(
+        f"{'policy':8}{'blocks':>8}{'hit ratio':>11}{'evictions':>11}"
+        f"{'preemptions':>13}{'in use':>8}{'seconds':>9}"
+    )
     results, curves = [], []
     for num_blocks in options.blocks:
         for policy in options.policy:
@@ -110,7 +127,10 @@ def _replay(options: argparse.Namespace) -> None:
                 f"{outcome.preemptions:13}{peak:8}{outcome.seconds:9.2f}"
             )
             if outcome.refused:
-                print(f"{'':8}{outcome.refused} requests need more blocks than there are; their tokens count as missed")
+                print(
+                    f"{'':8}{outcome.refused} requests need more blocks than there are;"
+                    " their tokens count as missed"
+                )
     _write(options.json, results)
     if options.plot is not None:
         label = "virtual time in s" if options.concurrent else "requests"

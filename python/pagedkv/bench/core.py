@@ -25,8 +25,8 @@ _MOST_TOKENS = 1 << 20
 def time_steps(num_sequences: int, sequence_len: int) -> dict[str, Any]:
     """Decodes `num_sequences` sequences of `sequence_len` tokens and returns the medians, in microseconds.
 
-    Keys: sequences, schedule_us, commit_us, step_us (both together). The sequences share no blocks and grow by
-    some 400 tokens while they are timed.
+    Keys: sequences, schedule_us, commit_us, step_us (both together). The sequences share no blocks and grow
+    by some 400 tokens while they are timed.
     """
     num_tokens = sequence_len + _NUM_STEPS + _NUM_WARM_UP + 1
     num_blocks = num_sequences * (num_tokens // BLOCK_SIZE + 1)

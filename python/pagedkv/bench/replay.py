@@ -24,7 +24,7 @@ _MAX_QUEUED = 1 << 14
 
 @dataclass(frozen=True)
 class Timing:
-    """What a step may hold, and how long it takes: `step_s` and `token_s` for each of its tokens, in seconds."""
+    """What a step may hold, and how long it takes: `step_s`, and `token_s` for each of its tokens."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -76,7 +76,12 @@ class _Replay:
     """A core and what it has found so far."""
 
     def __init__(
-        self, requests: Sequence[TraceRequest], policy: str, num_blocks: int, block_size: int, timing: Timing | None
+        self,
+        requests: Sequence[TraceRequest],
+        policy: str,
+        num_blocks: int,
+        block_size: int,
+        timing: Timing | None,
     ) -> None:
         longest = max((request.input_len for request in requests), default=1)
         outputs = max((request.output_len for request in requests), default=1) if timing else 1
@@ -92,9 +97,12 @@ class _Replay:
         self.edge = self.core.edge
         self.arena = np.zeros(self.core.arena_len, np.int32)
         self.block_size = block_size
-        self.outcome = Outcome(policy, num_blocks, prompt_tokens=sum(request.input_len for request in requests))
+        self.outcome = Outcome(
+            policy, num_blocks, prompt_tokens=sum(request.input_len for request in requests)
+        )
         # Requests whose prompt is not computed yet.
         self.new: set[int] = set()
+        self.num_live = 0
         self.next_point = 0.0
 
     def submit(self, request: TraceRequest, num_outputs: int) -> bool:
@@ -107,6 +115,7 @@ class _Replay:
             return False
         else:
             self.new.add(request_id)
+            self.num_live += 1
         return True
 
     def step(self, now: float, every: float) -> int:
@@ -123,7 +132,8 @@ class _Replay:
             stats = self.edge.stats()
             self.outcome.points.append(Point(now, stats["blocks_owned"], stats["blocks_idle"]))
             self.next_point = now + every
-        self.core.commit(header.step_id, np.full(header.num_rows, SAMPLED, np.int32))
+        states = self.core.commit(header.step_id, np.full(header.num_rows, SAMPLED, np.int32))
+        self.num_live -= int(np.count_nonzero(states))
         return header.num_tokens
 
     def _count_hits(self) -> None:
@@ -174,8 +184,8 @@ def _in_time(replay: _Replay, requests: Sequence[TraceRequest], timing: Timing) 
     every = (requests[-1].time_s if requests else 0.0) / _NUM_POINTS
     pending = deque(requests)
     now = 0.0
-    while pending or replay.core.has_work():
-        if pending and not replay.core.has_work():
+    while pending or replay.num_live:
+        if pending and not replay.num_live:
             now = max(now, pending[0].time_s)
         while pending and pending[0].time_s <= now and replay.submit(pending[0], pending[0].output_len):
             pending.popleft()

@@ -1,4 +1,4 @@
-"""Traces of requests: when they arrived, how long prompt and output were, and which blocks of text they shared.
+"""Traces of requests: when they arrived, how long prompt and output were, and which text they shared.
 
 Two formats are read, told apart by the ending of the name:
 
@@ -28,7 +28,7 @@ SAMPLED = 2**31 - 1
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request. `ids` are numbered from 0 in the order of their first use: [ceil(input_len / 512)] int32."""
+    """One request. `ids`, [ceil(input_len / 512)] int32, are numbered in the order of their first use."""
 
     time_s: float
     input_len: int

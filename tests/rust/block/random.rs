@@ -90,7 +90,6 @@ fn long_runs_agree_with_the_naive_model() {
         "refused",
         "took up idle blocks",
         "unpublished",
-        "weights adapted",
     ] {
         assert!(events.contains_key(event), "no {event:?} in {events:?}");
     }

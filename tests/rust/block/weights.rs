@@ -39,7 +39,7 @@ impl Weights {
         self.last = Some(self.weighted(class, age));
         self.classes[class].2 += 1;
         self.num_evictions += 1;
-        let due = self.num_evictions.is_multiple_of((self.num_blocks / 4).max(64));
+        let due = self.num_evictions.is_multiple_of((self.num_blocks / 4).max(1024));
         if due {
             self.adapt();
         }
@@ -47,7 +47,7 @@ impl Weights {
     }
 
     fn adapt(&mut self) {
-        let prior = self.num_blocks / 8 + 16;
+        let prior = self.num_blocks / 8 + 128;
         let hits: u64 = self.classes.iter().map(|class| class.1).sum();
         let evictions: u64 = self.classes.iter().map(|class| class.2).sum();
         let gain = |(weight, hits_here, evictions_here): (u64, u64, u64)| {

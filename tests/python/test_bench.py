@@ -1,0 +1,142 @@
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedkv.bench import __main__ as command
+from pagedkv.bench import core, replay, trace
+from prefix_cache_sim import Sim
+
+CUT = Path(__file__).parent.parent / "data" / "conversation_cut.jsonl"
+
+
+@pytest.mark.parametrize("policy", ["lru", "turn"])
+@pytest.mark.parametrize("num_blocks", [64, 256, 512])
+def test_replay_finds_what_the_slow_simulation_finds(policy: str, num_blocks: int) -> None:
+    requests = trace.read(CUT)
+    sim = Sim(num_blocks, 512, policy)
+    for request in requests:
+        sim.request(request.input_len, request.ids.tolist())
+    outcome = replay.run(requests, policy, num_blocks, 512)
+    assert outcome.hit_tokens == sim.hit_tokens > 0
+    assert outcome.evictions == sim.evictions > 0
+    assert outcome.token_hit_ratio == sim.token_hit_ratio
+    assert (outcome.preemptions, outcome.refused) == (0, 0)
+    if policy == "turn" and num_blocks == 256:
+        assert sim.weights != [4096] * 4, "the policies differ here"
+
+
+def test_a_pool_that_holds_everything_finds_every_repetition() -> None:
+    requests = trace.read(CUT)
+    known: set[tuple[int, ...]] = set()
+    found = 0
+    for request in requests:
+        ids = request.ids.tolist()
+        prefixes = [tuple(ids[: end + 1]) for end in range(request.input_len // 512)]
+        usable = prefixes[: (request.input_len - 1) // 512]
+        found += 512 * sum(1 for prefix in usable if prefix in known)
+        known.update(prefixes)
+    outcome = replay.run(requests, "turn", 8000, 512)
+    assert (outcome.hit_tokens, outcome.evictions) == (found, 0)
+
+
+def test_results_are_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, drawing = tmp_path / "results.json", tmp_path / "blocks.svg"
+    arguments = ["--blocks", "128,256", "--limit", "200", "--json", str(results), "--plot", str(drawing)]
+    assert command.main(["replay", str(CUT), "--policy", "lru,turn", *arguments]) == 0
+    rows = json.loads(results.read_text())
+    fields = ["policy", "blocks", "token_hit_ratio", "evictions", "preemptions", "seconds"]
+    assert [list(row) for row in rows] == [fields] * 4
+    assert [(row["policy"], row["blocks"]) for row in rows] == [
+        ("lru", 128),
+        ("turn", 128),
+        ("lru", 256),
+        ("turn", 256),
+    ]
+    lines = ET.fromstring(drawing.read_text()).findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 8
+    assert all(len(line.attrib["points"].split()) == 200 for line in lines)
+    assert f"{rows[0]['token_hit_ratio']:.4f}" in capsys.readouterr().out
+
+
+def test_requests_arrive_and_end_in_virtual_time() -> None:
+    requests = trace.read(CUT)[:300]
+    timing = replay.Timing(max_num_seqs=16, max_num_batched_tokens=4096, step_s=0.05, token_s=1e-5)
+    outcome = replay.run(requests, "turn", 512, 512, timing)
+    times = [point.at for point in outcome.points]
+    assert times == sorted(times)
+    assert times[-1] >= requests[-1].time_s
+    assert all(0 < point.owned <= 512 for point in outcome.points)
+    assert 0 < outcome.token_hit_ratio < 1
+    # Alone there is room for everything; together some have to wait or give way.
+    crowded = replay.run(requests, "lru", 32, 512, timing)
+    assert crowded.preemptions > 0
+    assert crowded.token_hit_ratio < outcome.token_hit_ratio
+
+
+def test_a_request_that_can_never_fit_counts_as_missed() -> None:
+    requests = trace.read(CUT)[:50]
+    outcome = replay.run(requests, "lru", 16, 512)
+    assert outcome.refused == sum(-(-request.input_len // 512) > 16 for request in requests) > 0
+    assert outcome.prompt_tokens == sum(request.input_len for request in requests)
+
+
+def test_azure_lengths_share_no_content(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,1024,0\n"
+    )
+    first, second = trace.read(path)
+    assert (first.time_s, first.input_len, first.output_len) == (0.0, 374, 44)
+    assert (round(second.time_s, 4), second.output_len) == (4.3146, 1)
+    assert second.prompt().tolist() == [1] * 512 + [2] * 512
+    assert replay.run([first, second], "turn", 8, 512).hit_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("trace.txt", "", "'.txt'; allowed: .jsonl, .csv"),
+        ("trace.jsonl", '{"timestamp": 0}\n', "request 1 cannot be read"),
+        ("trace.jsonl", '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}\n', "513"),
+        ("trace.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,x\n", "request 1 cannot be read"),
+    ],
+)
+def test_a_bad_trace_is_named(
+    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert command.main(["replay", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert name in error
+    assert message in error
+
+
+@pytest.mark.parametrize("arguments", [["--policy", "fifo"], ["--blocks", "0"], ["--step-ms", "nan"]])
+def test_a_bad_option_is_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["replay", str(CUT), *arguments])
+    assert "allowed" in capsys.readouterr().err
+
+
+def test_steps_are_timed() -> None:
+    result = core.time_steps(4, 64)
+    assert list(result) == ["sequences", "schedule_us", "commit_us", "step_us"]
+    assert result["sequences"] == 4
+    assert 0 < result["schedule_us"] < result["step_us"]
+    assert 0 < result["commit_us"] < result["step_us"]
+
+
+def test_prompts_differ_where_their_ids_do() -> None:
+    request = trace.TraceRequest(0.0, 700, 1, np.array([5, 9], np.int32))
+    assert request.prompt().tolist() == [5] * 512 + [9] * 188
+
+
+def test_no_torch_is_needed() -> None:
+    program = "import sys, pagedkv.bench.__main__; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
