@@ -145,6 +145,7 @@ class AsyncLLM(BaseLLM):
         request_id: str | None = None,
         *,
         salt: bytes = b"",
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continues a prompt: yields the answer as it grows, the last time finished.
 
@@ -154,7 +155,9 @@ class AsyncLLM(BaseLLM):
             prompt: a text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}.
             sampling_params: None for the defaults (temperature 1, 16 tokens).
             request_id: a name for the outputs and for `abort`; need not be unique. None: a number.
-            salt: namespace of the prefix cache; only requests with the same salt share blocks.
+            salt: namespace of the prefix cache; only requests with the same salt share blocks. Salts share
+                what there is fairly.
+            priority: the least number is served first.
 
         Raises:
             InvalidRequest: the request can never be served.
@@ -162,7 +165,7 @@ class AsyncLLM(BaseLLM):
             EngineDead: the engine does not run, or stopped before the answer was complete.
             RequestFailed: the step that computed the request raised.
         """
-        stream = self.submit(prompt, sampling_params, request_id, salt=salt)
+        stream = self.submit(prompt, sampling_params, request_id, salt=salt, priority=priority)
         try:
             async for output in stream:
                 yield output
@@ -175,6 +178,7 @@ class AsyncLLM(BaseLLM):
         sampling_params: SamplingParams | None = None,
         *,
         salt: bytes = b"",
+        priority: int = 0,
         add_special_tokens: bool = True,
         default_max_tokens: int | None = None,
     ) -> Request:
@@ -184,6 +188,7 @@ class AsyncLLM(BaseLLM):
             prompt: as in `generate`.
             sampling_params: as in `generate`.
             salt: as in `generate`.
+            priority: as in `generate`.
             add_special_tokens: whether a text gets the BOS and EOS that the tokenizer adds.
             default_max_tokens: tokens to generate where max_tokens is None, fewer if the context leaves less
                 room. None: all that it leaves.
@@ -195,6 +200,7 @@ class AsyncLLM(BaseLLM):
             prompt,
             sampling_params or SamplingParams(),
             salt=salt,
+            priority=priority,
             add_special_tokens=add_special_tokens,
             default_max_tokens=default_max_tokens,
         )
@@ -206,6 +212,7 @@ class AsyncLLM(BaseLLM):
         request_id: str | None = None,
         *,
         salt: bytes = b"",
+        priority: int = 0,
     ) -> Stream:
         """The same as `generate`, but a refusal is raised at once, before anything has been awaited.
 
@@ -214,7 +221,9 @@ class AsyncLLM(BaseLLM):
         """
         self._require_alive()
         self._bind_loop()
-        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling_params, salt=salt)
+        request = prompt
+        if not isinstance(request, Request):
+            request = self.prepare(request, sampling_params, salt=salt, priority=priority)
         state = self._front.submit(request, request_id)
         stream = Stream(state, self._abort_state)
         self._streams[state.core_id] = stream

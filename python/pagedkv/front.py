@@ -72,6 +72,7 @@ class Front:
         params: SamplingParams,
         *,
         salt: bytes = b"",
+        priority: int = 0,
         add_special_tokens: bool = True,
         default_max_tokens: int | None = None,
     ) -> Request:
@@ -85,6 +86,7 @@ class Front:
             self.tokenizer,
             self.limits,
             salt=salt,
+            priority=priority,
             add_special_tokens=add_special_tokens,
             default_max_tokens=default_max_tokens,
         )
@@ -106,6 +108,7 @@ class Front:
                 ignore_eos=params.ignore_eos,
                 num_logprobs=-1 if params.logprobs is None else params.logprobs,
                 salt=request.salt,
+                priority=request.priority,
             )
         except _core.InvalidRequest as error:
             raise InvalidRequest(str(error)) from error

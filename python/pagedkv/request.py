@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedkv.checks import check_int
 from pagedkv.errors import InvalidRequest
-from pagedkv.sampling_params import SamplingParams
+from pagedkv.sampling_params import MAX_PRIORITY, MIN_PRIORITY, SamplingParams
 from pagedkv.text.errors import TextError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Request:
         max_tokens: tokens to generate at most, the room that the context leaves where params does not say.
         salt: namespace of the prefix cache; only requests with the same salt share blocks.
         arrival_time: seconds of `time.monotonic`.
+        priority: the least number is served first.
         seed: the seed that is used, from the first attempt to submit on.
     """
 
@@ -76,6 +78,7 @@ class Request:
     max_tokens: int
     salt: bytes
     arrival_time: float
+    priority: int = 0
     seed: int | None = None
 
 
@@ -86,6 +89,7 @@ def make_request(
     limits: Limits,
     *,
     salt: bytes = b"",
+    priority: int = 0,
     add_special_tokens: bool = True,
     default_max_tokens: int | None = None,
 ) -> Request:
@@ -97,6 +101,7 @@ def make_request(
         tokenizer: encodes a text.
         limits: what the request must keep to.
         salt: as in `Request`.
+        priority: as in `Request`.
         add_special_tokens: whether a text gets the BOS and EOS that the tokenizer adds.
         default_max_tokens: tokens to generate where params.max_tokens is None, fewer if the context leaves
             less room. None: all that it leaves.
@@ -112,7 +117,8 @@ def make_request(
         max_tokens = min(max_tokens, default_max_tokens)
     tokens = _token_array("prompt", given, limits.vocab_size)
     _token_array("stop_token_ids", params.stop_ids, limits.vocab_size)
-    return Request(text, tokens.tolist(), tokens, params, max_tokens, salt, arrival_time)
+    check_int(InvalidRequest, "priority", priority, MIN_PRIORITY, MAX_PRIORITY, "an int32")
+    return Request(text, tokens.tolist(), tokens, params, max_tokens, salt, arrival_time, priority)
 
 
 def split_prompts(prompts: Prompts) -> list[Prompt]:

@@ -16,6 +16,8 @@ MAX_LOGPROBS: Final = 20
 MAX_TEMPERATURE: Final = 100.0
 MAX_SEED: Final = 2**64 - 1
 MAX_TOKEN_ID: Final = 2**31 - 1
+MIN_PRIORITY: Final = -(2**31)
+MAX_PRIORITY: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,6 +179,22 @@ async def test_clients_that_leave_at_random_change_no_other_answer(
             assert llm.stats()["preemptions"] > 0
 
 
+async def test_the_least_priority_is_served_first(checkpoint, expected):
+    async with async_engine(checkpoint, max_num_seqs=1) as llm:
+        order: list[int] = []
+
+        async def client(priority: int) -> None:
+            stream = llm.submit(expected[0].prompt, GREEDY, priority=priority)
+            expected[0].check((await last(stream)).outputs[0])
+            order.append(priority)
+
+        await asyncio.gather(*(client(priority) for priority in (0, 7, -2, 3)))
+    # The first one may have been admitted before the others came.
+    assert [priority for priority in order if priority != 0] == [-2, 3, 7]
+    with pytest.raises(InvalidRequest, match="priority is 2147483648"):
+        llm.prepare("a", priority=2**31)
+
+
 async def test_refusals_come_before_anything_runs(llm):
     with pytest.raises(InvalidRequest, match="prompt is empty"):
         llm.submit("")

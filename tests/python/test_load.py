@@ -21,7 +21,8 @@ from tiny_llm import TIE, Checkpoint, at_rest, prompts
 NUM_CONNECTIONS = 64
 NUM_REQUESTS = 1000
 NUM_LONE_RUNS = 100
-NUM_BLOCKS = 90
+NUM_BLOCKS = 150
+BLOCK_SIZE = 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class LoneRun:
 
 @asynccontextmanager
 async def engine_on(checkpoint: Checkpoint, num_blocks: int) -> AsyncIterator[AsyncLLM]:
-    options = checkpoint.options | {"num_blocks": num_blocks}
+    options = checkpoint.options | {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "max_model_len": 256}
     async with AsyncLLM(**options, seed=7) as llm:
         yield llm
 
@@ -66,7 +67,7 @@ async def engine_on(checkpoint: Checkpoint, num_blocks: int) -> AsyncIterator[As
 async def lone_runs(engine: AsyncLLM, vocab_size: int) -> list[LoneRun]:
     runs = []
     for idx, prompt in enumerate(prompts(NUM_LONE_RUNS, vocab_size, seed=11)):
-        max_tokens = 1 + idx * 7 % 90
+        max_tokens = 1 + idx * 7 % 150
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
         texts = [""]
         async for output in engine.generate(prompt, params):
@@ -125,7 +126,7 @@ async def test_answers_under_load_are_those_of_lone_runs(checkpoint: Checkpoint)
         async def watch() -> None:
             while True:
                 stats = engine.stats()
-                bound = 16 * stats["num_running"]
+                bound = BLOCK_SIZE * stats["num_running"]
                 assert stats["wasted_slots"] < max(bound, 1), "at most one partly filled block a sequence"
                 wasted.append(stats["wasted_slots"])
                 await asyncio.sleep(0.05)

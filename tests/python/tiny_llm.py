@@ -24,7 +24,7 @@ EOS = 1
 # Where the best two logits are closer than this, rounding may decide: torch's results depend on the batch.
 TIE = 1e-3
 # How long the answers of `expected` are, and how they are asked for.
-NUM_TOKENS = 24
+NUM_TOKENS = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # Takes far longer than any test waits, unless it is ended.
 LONG = SamplingParams(temperature=0, max_tokens=6000, ignore_eos=True)

@@ -98,7 +98,6 @@ NO_OP = frozenset(
         "moderation",
         "parallel_tool_calls",
         "prediction",
-        "priority",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",

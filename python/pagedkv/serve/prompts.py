@@ -32,6 +32,7 @@ async def completion_requests(served: Served, body: CompletionRequest) -> list[R
                 body.prompt[index],
                 params,
                 salt=salt,
+                priority=body.priority,
                 add_special_tokens=body.add_special_tokens,
                 default_max_tokens=DEFAULT_COMPLETION_TOKENS,
             )
@@ -64,7 +65,10 @@ async def chat_request(served: Served, body: ChatRequest) -> list[Request]:
         except (ChatTemplateError, TextError) as error:
             refuse("messages", f"The messages cannot be rendered: {error}")
         with _in_words_of(body, "messages"):
-            return [served.engine.prepare(token_ids, _params(body), salt=_salt(body))]
+            request = served.engine.prepare(
+                token_ids, _params(body), salt=_salt(body), priority=body.priority
+            )
+            return [request]
 
     return await _prepared(prepare, sum(len(turn["content"]) for turn in turns))
 

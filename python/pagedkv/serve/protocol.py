@@ -20,7 +20,15 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from pagedkv.sampling_params import MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MAX_TEMPERATURE, MAX_TOKEN_ID
+from pagedkv.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_SAMPLES,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MAX_TOKEN_ID,
+    MIN_PRIORITY,
+)
 from pagedkv.serve.errors import refuse, shown
 from pagedkv.serve.fields import refuse_unsupported, unknown_fields
 from pagedkv.text.chat_template import RESERVED_VARIABLES
@@ -126,6 +134,7 @@ class GenerationRequest(_Body):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
 
     @property
     def token_limit(self) -> int | None:

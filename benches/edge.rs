@@ -1,0 +1,120 @@
+//! How long a client's thread is held by `submit` and `abort` while another thread takes steps all the time.
+//!
+//! Neither call waits for the step, so what is measured is a few atomic operations and, in `submit`, two small
+//! allocations. The quantiles are of single calls, timer included (about 20 ns); on fewer free cores than threads the
+//! far tail is the operating system's.
+//!
+//! `cargo bench --bench edge`
+
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a benchmark prints its figures, and stops at the first surprise"
+)]
+
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagedkv::block::Eviction;
+use pagedkv::config::CoreConfig;
+use pagedkv::error::SubmitError;
+use pagedkv::sched::{Edge, SamplingParams, Scheduler};
+
+const NUM_CALLS: usize = 200_000;
+const NUM_DECODING: u32 = 256;
+
+fn params(max_tokens: u32) -> SamplingParams {
+    SamplingParams {
+        max_tokens,
+        ignore_eos: true,
+        ..SamplingParams::default()
+    }
+}
+
+/// Takes steps until told to stop; returns how many.
+fn take_steps(mut scheduler: Scheduler, stop: &mpsc::Receiver<()>) -> u64 {
+    let mut arena = vec![0; scheduler.arena_len()];
+    let (mut tokens, mut states) = (Vec::new(), Vec::new());
+    let mut num_steps = 0;
+    while stop.try_recv().is_err() {
+        let Some(header) = scheduler.schedule(&mut arena).unwrap() else {
+            continue;
+        };
+        if header.num_tokens > 0 {
+            tokens.resize(header.num_rows as usize, 7);
+            scheduler.commit(header.step_id, &tokens, &mut states).unwrap();
+        }
+        num_steps += 1;
+    }
+    num_steps
+}
+
+/// Times `submit` of a prepared prompt and `abort` of what it gave, one pair after another.
+fn time_calls(edge: &Edge) -> (Vec<u64>, Vec<u64>) {
+    let (mut submits, mut aborts) = (Vec::with_capacity(NUM_CALLS), Vec::with_capacity(NUM_CALLS));
+    while submits.len() < NUM_CALLS {
+        let (prompt, params) = (vec![3; 64], params(8));
+        let start = Instant::now();
+        let submitted = edge.submit(prompt, params, Vec::new());
+        let submitted_ns = start.elapsed().as_nanos() as u64;
+        match submitted {
+            Ok(id) => {
+                submits.push(submitted_ns);
+                let start = Instant::now();
+                edge.abort(id);
+                aborts.push(start.elapsed().as_nanos() as u64);
+            }
+            // A refusal is quick as well, but it is not what is measured.
+            Err(SubmitError::QueueFull { .. }) => thread::sleep(Duration::from_micros(50)),
+            Err(error) => panic!("{error}"),
+        }
+    }
+    (submits, aborts)
+}
+
+fn report(name: &str, mut times_ns: Vec<u64>) {
+    times_ns.sort_unstable();
+    let quantile = |share: f64| times_ns[((times_ns.len() as f64 * share) as usize).min(times_ns.len() - 1)];
+    let shown: Vec<String> = [0.5, 0.99, 0.999, 0.9999]
+        .iter()
+        .map(|&share| format!("p{}: {} ns", share * 100.0, quantile(share)))
+        .collect();
+    println!("{name:<8}{}", shown.join("  "));
+}
+
+fn main() {
+    let config = CoreConfig {
+        num_blocks: 80_000,
+        block_size: 16,
+        max_num_seqs: 2 * NUM_DECODING,
+        max_num_batched_tokens: 2048,
+        max_model_len: 4096,
+        eos_token_ids: Vec::new(),
+        prefix_caching: true,
+        eviction: Eviction::default(),
+        max_queued_requests: 4096,
+    };
+    let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();
+    let edge = scheduler.edge().clone();
+    for _ in 0..NUM_DECODING {
+        edge.submit(vec![5; 512], params(3500), Vec::new()).unwrap();
+    }
+    let (stop, stopped) = mpsc::channel();
+    let engine = thread::spawn(move || take_steps(scheduler, &stopped));
+    let start = Instant::now();
+    let (submits, aborts) = time_calls(&edge);
+    let elapsed = start.elapsed();
+    stop.send(()).unwrap();
+    let num_steps = engine.join().unwrap();
+    println!(
+        "{NUM_CALLS} pairs of calls beside {num_steps} steps in {:.1} s",
+        elapsed.as_secs_f64()
+    );
+    report("submit", submits);
+    report("abort", aborts);
+}
