@@ -18,7 +18,7 @@ from pagedkv.engine import Engine, EngineThread
 from pagedkv.errors import EngineDead
 from pagedkv.events import StepEvents
 from pagedkv.outputs import RequestMetrics, RequestOutput, SampleChange
-from pagedkv.request import Prompt, Request
+from pagedkv.request import INLINE_LEN, Prompt, Request, prompt_len
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState
 
@@ -165,7 +165,13 @@ class AsyncLLM(BaseLLM):
             EngineDead: the engine does not run, or stopped before the answer was complete.
             RequestFailed: the step that computed the request raised.
         """
-        stream = self.submit(prompt, sampling_params, request_id, salt=salt, priority=priority)
+        request: Prompt | Request = prompt
+        if prompt_len(prompt) > INLINE_LEN:
+            # Meanwhile the loop goes on: a long prompt takes its time.
+            request = await asyncio.to_thread(
+                self.prepare, prompt, sampling_params, salt=salt, priority=priority
+            )
+        stream = self.submit(request, sampling_params, request_id, salt=salt, priority=priority)
         try:
             async for output in stream:
                 yield output
@@ -195,7 +201,11 @@ class AsyncLLM(BaseLLM):
 
         Raises:
             InvalidRequest: the request can never be served; its `field` says what has to change.
+            TypeError: sampling_params is something else.
         """
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            kind = type(sampling_params).__name__
+            raise TypeError(f"sampling_params is of type {kind}, allowed: SamplingParams or None")
         return self._front.request(
             prompt,
             sampling_params or SamplingParams(),
@@ -217,7 +227,8 @@ class AsyncLLM(BaseLLM):
         """The same as `generate`, but a refusal is raised at once, before anything has been awaited.
 
         A request from `prepare` brings its parameters and its salt itself. The caller has to `abort` the
-        stream if it stops reading early.
+        stream if it stops reading early. A long text holds up the event loop while it is encoded: have
+        `prepare` called in a thread, as `generate` does.
         """
         self._require_alive()
         self._bind_loop()

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 class BaseLLM(ABC):
     """A loaded model with its front; the two classes differ in who steps the engine.
 
+    It works in the process that loaded it: a child made by `fork` has none of the threads that compute, so
+    requests raise EngineDead there. Processes that are to use a model have to load it themselves.
+
     The arguments are the fields of `EngineConfig`, which says what they mean and allow.
     """
 

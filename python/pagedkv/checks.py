@@ -9,10 +9,22 @@ from collections.abc import Callable
 
 Kind = Callable[[str, str], Exception]
 
+_MAX_SHOWN_CHARS = 200
+
 
 def refusal(kind: Kind, field: str, value: object, allowed: str) -> Exception:
     """The exception to raise about a value that is not allowed."""
-    return kind(f"{field} is {value!r}, allowed: {allowed}", field)
+    return kind(f"{field} is {shown(value)}, allowed: {allowed}", field)
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it, at most a few lines of it."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no integer of more than some thousand digits.
+        text = f"<{type(value).__name__} too long to be shown>"
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 def check_int(kind: Kind, field: str, value: object, low: int, high: int | None, allowed: str) -> None:
@@ -29,9 +41,10 @@ def check_int(kind: Kind, field: str, value: object, low: int, high: int | None,
 
 def check_float(kind: Kind, field: str, value: object, low: float, high: float, allowed: str) -> None:
     """Refuses everything but a finite number in low..high."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise refusal(kind, field, value, allowed)
-    if not low <= value <= high:
+    # An integer is finite, and may be too large for the float that isfinite would make of it.
+    if (isinstance(value, float) and not math.isfinite(value)) or not low <= value <= high:
         raise refusal(kind, field, value, allowed)
 
 

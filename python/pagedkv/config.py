@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any, Final, TypedDict, get_args
 
 from pagedkv.checks import check_bool, check_int, refusal
@@ -19,6 +20,7 @@ MAX_BLOCK_SIZE: Final = 256
 # Far more than anything that has been built, and it keeps sums of such sizes within 32 bits.
 MAX_SIZE: Final = 2**24
 MAX_THREADS: Final = 1024
+MAX_BYTES: Final = 2**63 - 1
 
 _UNITS: Final = {
     "": 1,
@@ -135,20 +137,20 @@ class EngineConfig:
 def parse_bytes(option: str, value: int | str) -> int:
     """Reads a number of bytes: 1048576, "512MiB", "2GiB", "1.5 GB" (KB, MB, ... count in thousands).
 
-    Raises ValueError, naming `option`, if it is anything else or not at least one byte.
+    Raises ValueError, naming `option`, if it is anything else, less than one byte or more than MAX_BYTES.
     """
-    allowed = 'a number of bytes >= 1, such as 1073741824, "512MiB" or "2GiB"'
+    allowed = 'a number of bytes in 1..2^63-1, such as 1073741824, "512MiB" or "2GiB"'
     if isinstance(value, str):
         match = _BYTES.fullmatch(value)
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             raise _refusal(option, value, allowed)
-        num_bytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+        num_bytes = int(Decimal(match[1]) * unit)
     elif isinstance(value, int) and not isinstance(value, bool):
         num_bytes = value
     else:
         raise _refusal(option, value, allowed)
-    if num_bytes < 1:
+    if not 1 <= num_bytes <= MAX_BYTES:
         raise _refusal(option, value, allowed)
     return num_bytes
 

@@ -6,6 +6,7 @@ data.
 """
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -43,7 +44,16 @@ class Engine:
         self.edge = core.edge
         self.runner = runner
         self.last_error: Exception | None = None
+        self._process_id = os.getpid()
         self._arena = runner.new_arena(core.arena_len)
+
+    def require_own_process(self) -> None:
+        """Raises EngineDead in a fork of the process that loaded the engine.
+
+        The threads that compute are not forked with it: a step would wait for them for good.
+        """
+        if os.getpid() != self._process_id:
+            raise EngineDead("the engine was loaded before a fork; load it in the process that uses it")
 
     def step(self) -> StepEvents | None:
         """Takes one step. None: there was nothing to do.

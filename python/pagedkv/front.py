@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _MASK: Final = 2**64 - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
+# The least normal float32. The core takes float32, where a smaller top_p would be 0, which keeps no token.
+_LEAST_TOP_P: Final = 2.0**-126
 
 
 class Seeds:
@@ -100,7 +102,7 @@ class Front:
                 max_tokens=request.max_tokens,
                 n=params.n,
                 temperature=float(params.temperature),
-                top_p=float(params.top_p),
+                top_p=max(float(params.top_p), _LEAST_TOP_P),
                 top_k=max(params.top_k, 0),
                 min_p=float(params.min_p),
                 seed=self._seed_of(request),

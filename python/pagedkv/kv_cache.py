@@ -4,6 +4,9 @@ The Rust core decides which block holds what; this is only the memory. The runne
 hands it to the model with every step.
 """
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,13 +46,21 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
-        # On the CPU zeros come from pages that the kernel maps on first touch, so an idle pool costs no
-        # memory.
+        zeros = _unmapped_zeros if torch.device(device).type == "cpu" else torch.zeros
         self.layers: list[tuple[Tensor, Tensor]] = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            (zeros(shape, dtype=dtype, device=device), zeros(shape, dtype=dtype, device=device))
             for _ in range(num_layers)
         ]
         if poison:
             for pair in self.layers:
                 for cache in pair:
                     cache.fill_(float("nan"))
+
+
+def _unmapped_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros in pages that the kernel maps when they are first touched: an idle pool costs no memory.
+
+    `torch.zeros` writes them, which maps them all at once; numpy asks the allocator for memory that is zero.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape).to(device)

@@ -8,11 +8,12 @@ from tqdm import tqdm
 
 from pagedkv.base_llm import BaseLLM
 from pagedkv.engine import Engine
-from pagedkv.errors import QueueFull
+from pagedkv.errors import InvalidRequest, QueueFull
 from pagedkv.outputs import RequestOutput
 from pagedkv.request import Prompt, Prompts, Request, params_for, split_prompts
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState
+from pagedkv.text.chat_template import RESERVED_VARIABLES
 
 Message = Mapping[str, Any]
 
@@ -44,6 +45,7 @@ class LLM(BaseLLM):
         Raises:
             InvalidRequest: a prompt or its parameters can never be served. Nothing is generated then.
             RequestFailed: a step raised.
+            EngineDead: the process was forked after the model had been loaded.
         """
         split = split_prompts(prompts)
         params = params_for(sampling_params, len(split))
@@ -65,29 +67,29 @@ class LLM(BaseLLM):
         """Answers a conversation, or each of a list of conversations, through the model's chat template.
 
         Args:
-            messages: [{"role": "user", "content": "Hello"}], or a list of such lists.
+            messages: [{"role": "user", "content": "Hello"}], or a list of such lists. Content that is None or
+                absent counts as empty, as it does for the server.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
             add_generation_prompt: ends the prompt with the opening of the assistant's answer.
             continue_final_message: goes on within the last message instead.
             tools: descriptions of functions, for templates that know them.
-            chat_template_kwargs: further variables of the template.
+            chat_template_kwargs: further variables of the template; none of what has an argument of its own.
 
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the conversation.
             InvalidRequest: as in `generate`.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        variables = _template_variables(chat_template_kwargs)
         prompts: list[Prompt] = [
             self.tokenizer.chat_prompt(
-                conversation,
+                _with_content(conversation),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                **(chat_template_kwargs or {}),
+                **variables,
             )
-            for conversation in conversations
+            for conversation in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -108,6 +110,7 @@ class LLM(BaseLLM):
         return self._engine.core.reset_prefix_cache()
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
+        self._engine.require_own_process()
         waiting = deque(requests)
         states: list[RequestState] = []
         streams = self._front.streams
@@ -144,3 +147,35 @@ class LLM(BaseLLM):
                 raise state.error from self._engine.last_error
             num_ended += state.finished
         return num_ended
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
+    """One conversation, or many, as a list of them. Raises InvalidRequest."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        allowed = 'a list of messages such as {"role": "user", "content": "Hello"}, or a list of such lists'
+        raise InvalidRequest(f"messages is a {type(messages).__name__}, allowed: {allowed}", "messages")
+    single = bool(messages) and isinstance(messages[0], Mapping)
+    return cast(Sequence[Sequence[Message]], [messages] if single else messages)
+
+
+def _with_content(conversation: Sequence[Message]) -> Sequence[Message]:
+    """The conversation with a text where content is None or absent: templates join it to other text."""
+    if not isinstance(conversation, Sequence) or not all(isinstance(one, Mapping) for one in conversation):
+        return conversation  # The renderer says what is wrong with it.
+    return [
+        message if message.get("content") is not None else {**message, "content": ""}
+        for message in conversation
+    ]
+
+
+def _template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The further variables of a template. Raises InvalidRequest for names that it cannot have."""
+    variables = {} if given is None else given
+    field = "chat_template_kwargs"
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidRequest(f"{field} is {given!r}, allowed: a mapping of names to values", field)
+    if reserved := RESERVED_VARIABLES & variables.keys():
+        raise InvalidRequest(
+            f"{field} has the name {min(reserved)!r}, allowed: names of the template's own variables", field
+        )
+    return dict(variables)

@@ -16,10 +16,12 @@ from pagedkv.engine import Engine
 from pagedkv.front import Front
 from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
+from pagedkv.models.rope import table_bytes
 from pagedkv.ops import choose, has_cuda_kernels
 from pagedkv.plan import (
     PoolPlan,
     block_bytes,
+    check_memory,
     cpu_budget,
     format_bytes,
     free_memory,
@@ -49,17 +51,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     tokenizer = Tokenizer.load(source)
     model_config = loaded.config
     plan = plan_memory(config, loaded, device)
-    loaded.model.set_max_len(plan.max_model_len, device)
-    kv_cache = KVCache(
-        model_config.num_layers,
-        plan.num_blocks,
-        model_config.num_kv_heads,
-        config.block_size,
-        model_config.head_dim,
-        loaded.dtype,
-        device,
-        poison=poison_requested(),
-    )
+    kv_cache = _allocate(config, loaded, plan, device)
     core = _core.Core(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -110,11 +102,15 @@ def plan_memory(config: EngineConfig, model: LoadedModel, device: torch.device) 
         model_reason=model.config.max_len_reason,
         max_model_len=config.max_model_len,
     )
+    check_memory(
+        plan,
+        bytes_per_token=bytes_per_token,
+        table_bytes_per_token=table_bytes(model.config.head_dim, 1),
+        block_size=config.block_size,
+        free_bytes=free,
+        option=_size_option(config),
+    )
     pool_bytes = (plan.num_blocks + 1) * block_bytes(bytes_per_token, config.block_size)
-    if pool_bytes > free:
-        logger.warning(
-            "the cache of %s is larger than the free memory, %s", format_bytes(pool_bytes), format_bytes(free)
-        )
     logger.info(
         "the cache holds %d tokens in %d blocks of %d: %s, %s a token",
         plan.num_blocks * config.block_size,
@@ -133,6 +129,37 @@ def plan_memory(config: EngineConfig, model: LoadedModel, device: torch.device) 
     else:
         logger.info("max_model_len is %d tokens", plan.max_model_len)
     return plan
+
+
+def _size_option(config: EngineConfig) -> str:
+    """The option that the size of the pool was chosen by; empty where none was."""
+    if config.num_blocks is not None:
+        return "num_blocks"
+    return "kv_memory" if config.kv_memory is not None else ""
+
+
+def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: torch.device) -> KVCache:
+    """Gives the model its positions, and makes the cache. Raises ValueError if the memory cannot be had."""
+    try:
+        model.model.set_max_len(plan.max_model_len, device)
+        return KVCache(
+            model.config.num_layers,
+            plan.num_blocks,
+            model.config.num_kv_heads,
+            config.block_size,
+            model.config.head_dim,
+            model.dtype,
+            device,
+            poison=poison_requested(),
+        )
+    except RuntimeError as error:
+        # The plan fits what is free, but limits that it cannot see (ulimit -v) or another process may be in
+        # the way. torch says so by a RuntimeError, or by a subclass on a GPU, over several lines.
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{plan.num_blocks} blocks of {config.block_size} tokens cannot be allocated, choose fewer with "
+            f"num_blocks or kv_memory: {first_line}"
+        ) from error
 
 
 def _free_bytes(device: torch.device) -> int:

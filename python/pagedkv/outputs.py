@@ -60,6 +60,8 @@ class SampleChange:
         logprobs: one entry per new token, or None where not asked for.
         finish_reason: "stop", "length" or "abort" in the last change of the answer, None before.
         stop_reason: as in `CompletionOutput`.
+        text_offsets: per new token, where in the whole text it begins; all parts of a character begin where
+            it begins. None where logprobs is.
     """
 
     index: int
@@ -68,6 +70,7 @@ class SampleChange:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    text_offsets: list[int] | None = None
 
 
 @dataclass(slots=True)

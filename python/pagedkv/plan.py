@@ -122,6 +122,51 @@ def plan_pool(
     return PoolPlan(num_blocks, max_model_len)
 
 
+def check_memory(
+    plan: PoolPlan,
+    *,
+    bytes_per_token: int,
+    table_bytes_per_token: int,
+    block_size: int,
+    free_bytes: int,
+    option: str,
+) -> None:
+    """Refuses a pool that is larger than the free memory, together with the table of positions.
+
+    On a CPU the memory of an idle pool is not touched, so that an impossible one would often start, and end
+    the process when it fills.
+
+    Args:
+        plan: what `plan_pool` chose.
+        bytes_per_token: cache that one token takes, over all layers.
+        table_bytes_per_token: what the model keeps for every position up to max_model_len.
+        block_size: tokens per block.
+        free_bytes: memory that there is.
+        option: what the user chose the size by ("num_blocks", "kv_memory"), or empty where nothing was.
+
+    Raises:
+        ValueError: it does not fit; the message says what would.
+    """
+    per_block = block_bytes(bytes_per_token, block_size)
+    pool_bytes = (plan.num_blocks + 1) * per_block
+    table_bytes = plan.max_model_len * table_bytes_per_token
+    if pool_bytes + table_bytes <= free_bytes:
+        return
+    # What fits beside the present table. The table of a smaller pool is never larger.
+    fitting = max(0, usable_blocks(free_bytes - table_bytes, per_block))
+    if not option or fitting < 2:
+        raise ValueError(
+            f"max_model_len is {plan.max_model_len}, whose positions take {format_bytes(table_bytes)} beside "
+            f"a cache of {format_bytes(pool_bytes)}, but {format_bytes(free_bytes)} are free; choose less"
+        )
+    allowed = str(fitting) if option == "num_blocks" else format_bytes((fitting + 1) * per_block)
+    raise ValueError(
+        f"{option} asks for {plan.num_blocks} blocks, which take {format_bytes(pool_bytes)} and "
+        f"{format_bytes(table_bytes)} for positions, but {format_bytes(free_bytes)} are free; "
+        f"allowed: at most {allowed}"
+    )
+
+
 def cpu_budget(free_bytes: int) -> int:
     """The share of a machine's free memory that the cache takes unless told otherwise."""
     return min(int(free_bytes * CPU_SHARE), CPU_MOST_BYTES)

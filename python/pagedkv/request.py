@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.checks import check_int
+from pagedkv.checks import check_int, shown
 from pagedkv.errors import InvalidRequest
 from pagedkv.sampling_params import MAX_PRIORITY, MIN_PRIORITY, SamplingParams
 from pagedkv.text.errors import TextError
@@ -34,6 +34,9 @@ class TextPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | TokensPrompt | TextPrompt
 Prompts = Prompt | Sequence[Prompt]
+
+INLINE_LEN = 4096
+"""Prompts up to this length, in characters or token ids, are prepared in about a millisecond."""
 
 _FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': list of token ids}"
 
@@ -110,7 +113,7 @@ def make_request(
         InvalidRequest: with the field, its value and what is allowed.
     """
     arrival_time = time.monotonic()
-    text, given = _encode(prompt, tokenizer, add_special_tokens)
+    text, given = _encode(prompt, tokenizer, limits, add_special_tokens)
     # The length comes first: it bounds what the other checks cost.
     max_tokens = _room(len(given), params.max_tokens, limits.max_model_len)
     if params.max_tokens is None and default_max_tokens is not None:
@@ -118,7 +121,16 @@ def make_request(
     tokens = _token_array("prompt", given, limits.vocab_size)
     _token_array("stop_token_ids", params.stop_ids, limits.vocab_size)
     check_int(InvalidRequest, "priority", priority, MIN_PRIORITY, MAX_PRIORITY, "an int32")
+    # Many long stop strings take as long as a long prompt, so they are made ready in the same thread.
+    _ = params.stop_strings
     return Request(text, tokens.tolist(), tokens, params, max_tokens, salt, arrival_time, priority)
+
+
+def prompt_len(prompt: object) -> int:
+    """How much work a prompt is: the length of its text or of its list, 0 for what is neither."""
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    return len(prompt) if isinstance(prompt, Sequence) else 0
 
 
 def split_prompts(prompts: Prompts) -> list[Prompt]:
@@ -154,7 +166,7 @@ def params_for(
 
 
 def _encode(
-    prompt: object, tokenizer: "Tokenizer", add_special_tokens: bool
+    prompt: object, tokenizer: "Tokenizer", limits: Limits, add_special_tokens: bool
 ) -> tuple[str | None, Sequence[object]]:
     """The prompt's text, where it is one, and what should be its token ids."""
     if isinstance(prompt, dict):
@@ -164,6 +176,10 @@ def _encode(
             raise _refusal(f"is a dict with {sorted(map(str, prompt))}, allowed: {_FORMS}")
         prompt = prompt["prompt"]
     if isinstance(prompt, str):
+        # Encoding takes the time that the text asks for, so a text that cannot fit is refused unread.
+        fewest = tokenizer.fewest_tokens(prompt)
+        if fewest >= limits.max_model_len:
+            raise _too_long(f"at least {fewest}", limits.max_model_len)
         try:
             return prompt, tokenizer.encode(prompt, add_special_tokens)
         except TextError as error:
@@ -193,30 +209,38 @@ def _token_array(name: str, given: Sequence[object], vocab_size: int) -> NDArray
         array = None
     if array is None or (array.size and not 0 <= array.min() <= array.max() < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise _refusal(f"has the token id {wrong}, allowed: 0..{vocab_size - 1}", name)
+        raise _refusal(f"has the token id {shown(wrong)}, allowed: 0..{vocab_size - 1}", name)
     return array.astype(np.int32)
 
 
-def _room(prompt_len: int, max_tokens: int | None, max_model_len: int) -> int:
+def _room(num_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
     """How many tokens may be generated."""
-    if prompt_len == 0:
+    if num_tokens == 0:
         raise _refusal("is empty, allowed: at least one token")
-    head = f"This model's maximum context length is {max_model_len} tokens"
-    if prompt_len >= max_model_len:
-        raise ContextOverflow(
-            f"{head}, but the prompt has {prompt_len}, which leaves no room for an answer; "
-            f"allowed: a prompt of at most {max_model_len - 1} tokens",
-            "prompt",
-        )
+    if num_tokens >= max_model_len:
+        raise _too_long(str(num_tokens), max_model_len)
     if max_tokens is None:
-        return max_model_len - prompt_len
-    if prompt_len + max_tokens > max_model_len:
+        return max_model_len - num_tokens
+    if num_tokens + max_tokens > max_model_len:
         raise ContextOverflow(
-            f"{head}, but {prompt_len + max_tokens} were requested ({prompt_len} in the prompt, "
-            f"{max_tokens} for the answer); allowed: max_tokens of at most {max_model_len - prompt_len} here",
+            f"{_context(max_model_len)}, but {shown(num_tokens + max_tokens)} were requested "
+            f"({num_tokens} in the prompt, {shown(max_tokens)} for the answer); "
+            f"allowed: max_tokens of at most {max_model_len - num_tokens} here",
             "max_tokens",
         )
     return max_tokens
+
+
+def _too_long(num_tokens: str, max_model_len: int) -> ContextOverflow:
+    return ContextOverflow(
+        f"{_context(max_model_len)}, but the prompt has {num_tokens}, which leaves no room for an answer; "
+        f"allowed: a prompt of at most {max_model_len - 1} tokens",
+        "prompt",
+    )
+
+
+def _context(max_model_len: int) -> str:
+    return f"This model's maximum context length is {max_model_len} tokens"
 
 
 def _name(value: object) -> str:

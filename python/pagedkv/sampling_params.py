@@ -6,10 +6,12 @@ given here has the default below, for every model. Only its end-of-sequence toke
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from pagedkv.checks import check_bool, check_float, check_int, refusal
 from pagedkv.errors import InvalidRequest
+from pagedkv.text.stop import StopStrings
 
 MAX_SAMPLES: Final = 128
 MAX_LOGPROBS: Final = 20
@@ -82,10 +84,14 @@ class SamplingParams:
     def _check_float(self, field: str, high: float, allowed: str) -> None:
         check_float(InvalidRequest, field, getattr(self, field), 0.0, high, allowed)
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, always as a tuple."""
-        return tuple(self.stop or ())
+    @cached_property
+    def stop_strings(self) -> StopStrings | None:
+        """`stop`, made ready for the search; all answers to these parameters share it. None for no stops.
+
+        It is made when first asked for, in milliseconds per thousand characters, and goes when the parameters
+        go.
+        """
+        return StopStrings(self.stop) if self.stop else None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

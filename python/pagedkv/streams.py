@@ -43,6 +43,7 @@ class SampleState:
         "logprobs",
         "stop_reason",
         "text",
+        "text_offsets",
         "token_ids",
     )
 
@@ -51,6 +52,8 @@ class SampleState:
         self.text = text
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
+        # As in `SampleChange`, kept where there are log-probabilities.
+        self.text_offsets: list[int] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -82,6 +85,7 @@ class SampleState:
             beyond = zip(self.token_ids[num_tokens:], self.logprobs[num_tokens:], strict=True)
             self.cumulative_logprob -= sum(entry[token_id].logprob for token_id, entry in beyond)
             del self.logprobs[num_tokens:]
+            del self.text_offsets[num_tokens:]
         del self.token_ids[num_tokens:]
         self.finish_reason, self.stop_reason = "stop", self.text.stop_string
         return num_tokens
@@ -102,6 +106,7 @@ class SampleState:
             logprobs=None if self.logprobs is None else self.logprobs[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            text_offsets=None if self.logprobs is None else self.text_offsets[start:],
         )
 
     def output(self) -> CompletionOutput:
@@ -172,6 +177,7 @@ class RequestState:
             assert events.logprobs is not None, "the runner gives log-probabilities to every row that asked"
             entry = self._token_logprobs(token_id, row, events.logprobs)
             sample.logprobs.append(entry)
+            sample.text_offsets.append(sample.text.offset_of(token_id))
             sample.cumulative_logprob += entry[token_id].logprob
         params = self.request.params
         if state != STOP or params.include_stop_str_in_output:

@@ -44,20 +44,23 @@ class FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < EOS else b"<eos>"
 
-    def chat_prompt(
+    def fewest_tokens(self, text: str) -> int:
+        return len(text.encode(errors="surrogatepass")) if len(text) >= 4096 else 0
+
+    def chat_text(
         self,
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: object = None,
         **template_kwargs: Any,
-    ) -> list[int]:
+    ) -> str:
         if template_kwargs.get("refuse"):
             raise ChatTemplateError("roles must alternate")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         if any("tool_calls" in message for message in messages):
             text += json.dumps([message.get("tool_calls") for message in messages])
-        return self.encode(text + ("<assistant>" if add_generation_prompt else ""))
+        return text + ("<assistant>" if add_generation_prompt else "")
 
 
 @dataclass
@@ -79,7 +82,7 @@ class FakeSample:
             return
         params = self.request.params
         self.token_ids.append(self.planned[len(self.token_ids)])
-        for stop in params.stop_strings:
+        for stop in params.stop or ():
             if stop in bytes(self.token_ids).decode(errors="ignore"):
                 self.finish_reason, self.stop_reason = "stop", stop
         if self.token_ids[-1] in params.stop_ids:
@@ -92,9 +95,9 @@ class FakeSample:
         text = bytes(self.token_ids).decode(errors="ignore" if self.finish_reason is None else "replace")
         if self.finish_reason == "stop" and isinstance(self.stop_reason, str):
             return text[: text.index(self.stop_reason)]
-        if self.finish_reason is None and self.request.params.stop_strings:
+        if self.finish_reason is None and self.request.params.stop:
             # Holds back whatever could still become a stop string, in the simplest way.
-            longest = max(map(len, self.request.params.stop_strings))
+            longest = max(map(len, self.request.params.stop))
             return text[: max(0, len(text) - longest + 1)]
         return text
 
@@ -106,10 +109,17 @@ class FakeSample:
         self.num_chars_taken += len(text)
         self.num_taken += len(token_ids)
         self.took_end = ended
-        logprobs = None
+        logprobs = text_offsets = None
         if self.request.params.logprobs is not None:
+            start = self.num_taken - len(token_ids)
             logprobs = [self._logprobs(token_id) for token_id in token_ids]
-        return SampleChange(self.index, text, token_ids, logprobs, self.finish_reason, self.stop_reason)
+            text_offsets = [self._offset(start + place) for place in range(len(token_ids))]
+        return SampleChange(
+            self.index, text, token_ids, logprobs, self.finish_reason, self.stop_reason, text_offsets
+        )
+
+    def _offset(self, num_tokens: int) -> int:
+        return len(bytes(self.token_ids[:num_tokens]).decode(errors="ignore"))
 
     def _logprobs(self, token_id: int) -> dict[int, Logprob]:
         most = self.request.params.logprobs or 0
@@ -238,7 +248,7 @@ class FakeEngine:
         if self.dead:
             raise EngineDead("the engine's thread died")
         if len(self.running) >= self.capacity:
-            raise QueueFull(f"{self.capacity} requests are in flight.")
+            raise QueueFull(f"{self.capacity} requests are in flight; try again later")
         stream = FakeStream(self, request, str(len(self.submitted)))
         self.submitted.append(stream)
         self.running.add(stream)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 import time
 from contextlib import aclosing
 from functools import partial
@@ -193,6 +194,34 @@ async def test_the_least_priority_is_served_first(checkpoint, expected):
     assert [priority for priority in order if priority != 0] == [-2, 3, 7]
     with pytest.raises(InvalidRequest, match="priority is 2147483648"):
         llm.prepare("a", priority=2**31)
+
+
+async def test_parameters_of_another_type_are_named(llm):
+    for wrong in ({"n": 1}, {}, [SamplingParams()]):
+        with pytest.raises(TypeError, match=r"^sampling_params is of type (dict|list), allowed: Sampl"):
+            llm.submit("x", wrong)
+        with pytest.raises(TypeError, match=r"^sampling_params is of type"):
+            await last(llm.generate("x" * 5000, wrong))
+
+
+async def test_long_texts_are_prepared_beside_the_loop(llm, monkeypatch):
+    threads = []
+    encode = llm.tokenizer.encode
+
+    def watched(*arguments):
+        threads.append(threading.current_thread())
+        return encode(*arguments)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", watched)
+    text = "the cat sat " * 400
+    params = SamplingParams(max_tokens=1)
+    output = await last(llm.generate(text, params))
+    assert output.prompt_token_ids == encode(text)
+    await last(llm.generate({"prompt": "the cat"}, params))
+    assert [thread is threading.current_thread() for thread in threads] == [False, True]
+    with pytest.raises(InvalidRequest, match="the prompt has at least"):
+        await last(llm.generate("x" * 10_000_000, params))
+    assert len(threads) == 2
 
 
 async def test_refusals_come_before_anything_runs(llm):

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import tiny_tokenizers as tiny
-from pagedkv.errors import PagedKVError
+from pagedkv.errors import ModelError, PagedKVError
 from pagedkv.text import ChatTemplateError, Tokenizer
 
 USER = {"role": "user", "content": 'Is <b>1 < 2</b> & "true"?'}
@@ -180,13 +180,41 @@ def test_a_missing_template_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
+        ("a\n{% for x in %}", "broken at line 2"),
+        ("{{ messages[0].content | nofilter }}", "broken at line 1: No filter named 'nofilter'"),
+    ],
+)
+def test_broken_templates_are_faults_of_the_model(template: str, message: str, tmp_path: Path) -> None:
+    config = {"chat_template": template}
+    source = tiny.save_directory(tmp_path, tiny.with_bos(tiny.byte_level()), config)
+    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: chat_template: .* {message}"):
+        Tokenizer.load(source)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match=rf"chat_template\.jinja: .* {message}"):
+        Tokenizer.load(source)
+    keys = tiny.byte_level_keys(tiny.byte_level()) | {"tokenizer.chat_template": template}
+    source = tiny.save_gguf(tmp_path / "m.gguf", "gpt2", pre="gpt-2", **keys)
+    with pytest.raises(ModelError, match=rf"m\.gguf: tokenizer\.chat_template: .* {message}"):
+        Tokenizer.load(source)
+
+
+def test_templates_that_are_no_text_are_named(tmp_path: Path) -> None:
+    source = tiny.save_directory(tmp_path, tiny.with_bos(tiny.byte_level()), {"chat_template": 5})
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: .* is of type int, allowed: a text"):
+        Tokenizer.load(source)
+    (tmp_path / "chat_template.jinja").write_bytes(b"gr\xfc\xdfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja: .* cannot be read as UTF-8"):
+        Tokenizer.load(source)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
         ("{{ raise_exception('Roles must alternate.') }}", r"^Roles must alternate\.$"),
         ("{{ messages[0].nothing.more }}", "failed on these messages: UndefinedError: .*nothing"),
         ("{{ 'a' + messages[0].number }}", "failed on these messages: TypeError"),
         ("{{ messages.append(1) }}", "failed on these messages: SecurityError"),
         ("{{ ''.__class__.__mro__ }}", "failed on these messages: SecurityError"),
-        ("a\n{% for x in %}", "broken at line 2"),
-        ("{{ messages[0].content | nofilter }}", "broken at line 1: No filter named 'nofilter'"),
     ],
 )
 def test_faults_in_templates_are_bad_requests(template: str, message: str) -> None:

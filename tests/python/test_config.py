@@ -106,7 +106,10 @@ def test_bytes_are_read(value, num_bytes):
     assert EngineConfig(kv_memory=value).kv_bytes == num_bytes
 
 
-@pytest.mark.parametrize("value", ["", "GiB", "2Gi", "-1", "1e9", "2 GiB GiB", "0", "0.1B", 0, -5, True, 1.5])
+@pytest.mark.parametrize(
+    "value",
+    ["", "GiB", "2Gi", "-1", "1e9", "2 GiB GiB", "0", "0.1B", 0, -5, True, 1.5, 2**63, "9" * 400 + ".5GiB"],
+)
 def test_what_is_no_number_of_bytes_is_refused(value):
     with pytest.raises(ValueError, match=r'^kv_memory is .* "512MiB" or "2GiB"$'):
         parse_bytes("kv_memory", value)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pagedkv import LLM
+from pagedkv import LLM, InvalidRequest
+from pagedkv.text import ChatTemplateError
 from tiny_llm import GREEDY, check_all, prompts, sampled, texts
 
 
@@ -70,6 +71,40 @@ def test_chat_goes_through_the_template(llm):
     assert texts(both)[0] == texts([expected])[0]
     (bare,) = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert bare.prompt_token_ids == ids[: len(bare.prompt_token_ids)] != ids
+
+
+def test_content_that_is_none_is_an_empty_text(llm):
+    turn = {"role": "user", "content": "the cat"}
+    (expected,) = llm.chat([turn, {"role": "assistant", "content": ""}, turn], GREEDY, use_tqdm=False)
+    for silent in ({"role": "assistant", "content": None}, {"role": "assistant"}):
+        (output,) = llm.chat([turn, silent, turn], GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == expected.prompt_token_ids
+    assert llm.chat([], GREEDY, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ({"role": "user", "content": "x"}, {}, "messages is a dict, allowed: a list of messages such as "),
+        ("x", {}, "messages is a str, allowed: a list of messages"),
+        (None, {}, "messages is a NoneType, allowed: a list of messages"),
+        ([], {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has the name 'tools', allowed: "),
+        ([], {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs has the name 'self', allowed: "),
+        ([], {"chat_template_kwargs": {1: 1}}, "chat_template_kwargs is {1: 1}, allowed: a mapping of names"),
+        ([], {"chat_template_kwargs": "x"}, "chat_template_kwargs is 'x', allowed: a mapping of names"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm, messages, options, message):
+    with pytest.raises(InvalidRequest) as refusal:
+        llm.chat(messages, GREEDY, use_tqdm=False, **options)
+    assert str(refusal.value).startswith(message)
+
+
+def test_what_is_no_message_is_refused(llm):
+    turn = {"role": "user", "content": "x"}
+    for messages in ([turn, "y"], [[turn], [turn, 5]]):
+        with pytest.raises(ChatTemplateError, match=r"messages\[1\]: expected an object"):
+            llm.chat(messages, GREEDY, use_tqdm=False)
 
 
 def test_an_unknown_option_is_a_type_error(checkpoint):

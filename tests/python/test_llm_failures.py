@@ -1,5 +1,7 @@
 """A full queue, steps that raise and interrupts: `LLM` stays usable and leaks nothing."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -11,6 +13,32 @@ from tiny_llm import GREEDY, assert_at_rest, check_all
 def test_a_full_queue_is_waited_for(checkpoint, expected, monkeypatch):
     monkeypatch.setattr(loading._core, "Core", partial(loading._core.Core, max_queued_requests=2))
     check_all(LLM(**checkpoint.options), expected)
+
+
+FORKED = """
+import os, sys
+from pagedkv import LLM, EngineDead, SamplingParams
+
+llm = LLM(sys.argv[1], device="cpu", threads=2, num_blocks=100)
+params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+llm.generate([[5] * 20], params, use_tqdm=False)
+child = os.fork()
+if child == 0:
+    try:
+        llm.generate([[5] * 20], params, use_tqdm=False)
+    except EngineDead as error:
+        os.write(1, str(error).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+assert len(llm.generate([[5] * 20], params, use_tqdm=False)) == 1
+"""
+
+
+def test_a_fork_says_that_it_cannot_compute(checkpoint):
+    command = [sys.executable, "-c", FORKED, str(checkpoint.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the engine was loaded before a fork; load it in the process that uses it"
 
 
 def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeypatch):

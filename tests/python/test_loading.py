@@ -42,6 +42,43 @@ def test_kv_memory_sizes_the_pool(checkpoint):
     assert llm.max_model_len == 127 * 16
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_blocks": 50_000_000},
+            r"^num_blocks asks for 50000000 blocks, which take 381\.47 GiB and 64\.00 KiB .* at most \d+$",
+        ),
+        (
+            {"num_blocks": None, "kv_memory": "100TiB"},
+            r"^kv_memory asks for .*, which take 1024\.00 GiB and 64\.00 KiB for positions, but .* GiB$",
+        ),
+    ],
+)
+def test_a_pool_beyond_the_memory_is_refused(monkeypatch, checkpoint, options, message):
+    monkeypatch.setattr(loading, "free_memory", lambda: 64 * 2**30)
+    with pytest.raises(ValueError, match=message):
+        LLM(**checkpoint.options | options)
+
+
+def test_positions_beyond_the_memory_are_refused(monkeypatch, checkpoint):
+    monkeypatch.setattr(loading, "free_memory", lambda: 2**20)
+    # A position takes 2 x 16 x 4 bytes.
+    with pytest.raises(
+        ValueError, match=r"^max_model_len is 8192, whose positions take 1\.00 MiB beside a cache"
+    ):
+        LLM(**checkpoint.options | {"num_blocks": 512, "max_model_len": None})
+
+
+def test_memory_that_cannot_be_had_is_one_line(monkeypatch, checkpoint):
+    def fail(*_arguments, **_options):
+        raise RuntimeError("no room\nException raised from somewhere")
+
+    monkeypatch.setattr(loading, "KVCache", fail)
+    with pytest.raises(ValueError, match=r"^400 blocks of 16 tokens cannot be allocated, .*: no room$"):
+        LLM(**checkpoint.options)
+
+
 def gpu(monkeypatch, *, with_kernels):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(loading, "has_cuda_kernels", lambda: with_kernels)

@@ -122,6 +122,39 @@ def test_a_huge_budget_stops_where_slots_end():
     assert sized(budget_bytes=2**50, bytes_per_token=2).num_blocks == (2**31 - 1) // 16 - 1
 
 
+def check_memory(num_blocks=99, max_model_len=100, option="num_blocks", free_bytes=200_000):
+    """Blocks of 1,600 bytes: sixteen tokens of 100; a position of the model takes 10."""
+    plan.check_memory(
+        plan.PoolPlan(num_blocks, max_model_len),
+        bytes_per_token=100,
+        table_bytes_per_token=10,
+        block_size=16,
+        free_bytes=free_bytes,
+        option=option,
+    )
+
+
+def test_the_pool_and_the_positions_must_fit_the_free_memory():
+    check_memory(free_bytes=100 * 1600 + 1000)
+    with pytest.raises(ValueError, match=r"asks for 99 blocks, .* allowed: at most 98$"):
+        check_memory(free_bytes=100 * 1600 + 999)
+    with pytest.raises(
+        ValueError, match=r"^num_blocks asks for 50000000 blocks, which take 74\.51 GiB and 1000 bytes for "
+    ):
+        check_memory(num_blocks=50_000_000)
+    # 199,000 bytes are left beside the positions, which is 124 blocks with the null block.
+    with pytest.raises(
+        ValueError, match=r"^kv_memory asks for .* 195\.31 KiB are free; allowed: at most 193\.75 "
+    ):
+        check_memory(num_blocks=1000, option="kv_memory")
+    check_memory(num_blocks=123)
+    for option in ("", "num_blocks"):
+        with pytest.raises(
+            ValueError, match=r"^max_model_len is 30000, whose positions take 292\.97 KiB beside "
+        ):
+            check_memory(max_model_len=30_000, option=option)
+
+
 def test_shares_of_the_free_memory():
     assert plan.cpu_budget(8 * GIB) == 2 * GIB
     assert plan.cpu_budget(64 * GIB) == 4 * GIB

@@ -90,6 +90,15 @@ def test_how_long_an_answer_may_be() -> None:
     assert prepare("x" * 28, default_max_tokens=10).max_tokens == 4
 
 
+def test_a_long_text_that_cannot_fit_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TOKENIZER, "encode", None)
+    with pytest.raises(
+        ContextOverflow, match="32 tokens, but the prompt has at least 5000, which"
+    ) as refusal:
+        prepare("x" * 5000)
+    assert refusal.value.field == "prompt"
+
+
 def test_what_the_core_refuses_is_an_invalid_request() -> None:
     core = _core.Core(num_blocks=4, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8)
     front = Front(core.edge, TOKENIZER, EngineConfig(), cast(ModelConfig, None), Limits(32, VOCAB_SIZE), 1)

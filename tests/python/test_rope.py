@@ -144,6 +144,13 @@ def test_a_missing_yarn_factor_is_the_ratio_of_the_lengths() -> None:
         ({"rope_parameters": {"rope_type": "yarn", "type": "linear", **YARN}}, "but type 'linear'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs by layer type"),
         ({"rope_parameters": [1]}, "must be an object or null"),
+        ({"rope_parameters": []}, r"rope_parameters is \[\] .* must be an object or null"),
+        ({"rope_scaling": False}, "rope_scaling is False .* must be an object or null"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, "is not supported; supported are default, linear"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 1e300}},
+            r"factor is 1e\+300; it must be above 0",
+        ),
         ({"rope_parameters": {"rope_theta": 0.5}}, "rope_theta is 0.5"),
         (
             {

@@ -11,7 +11,7 @@ def test_the_defaults():
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (params.seed, params.max_tokens, params.logprobs) == (None, 16, None)
-    assert (params.stop_strings, params.stop_ids) == ((), ())
+    assert (params.stop, params.stop_strings, params.stop_ids) == ((), None, ())
     assert (params.ignore_eos, params.skip_special_tokens, params.include_stop_str_in_output) == (
         False,
         True,
@@ -73,9 +73,22 @@ def test_each_stop_token_id_is_checked(ids):
 
 
 def test_stop_strings_become_a_tuple():
-    assert SamplingParams(stop="end").stop_strings == ("end",)
+    params = SamplingParams(stop="end")
+    assert params.stop == ("end",)
+    assert params.stop_strings is not None
+    assert params.stop_strings.stops == ("end",)
+    assert params.stop_strings is params.stop_strings
+    assert SamplingParams(stop=[]).stop_strings is None
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[3, 4]).stop_ids == (3, 4)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "n", "seed", "max_tokens"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_integers_beyond_every_float_are_refused(field, digits):
+    with pytest.raises(InvalidRequest, match=f"^{field} is .*, allowed: ") as refusal:
+        SamplingParams(**{field: -(10**digits)})
+    assert len(str(refusal.value)) < 400
 
 
 def test_refusals_are_value_errors():

@@ -148,6 +148,41 @@ async def test_logprobs_of_a_greedy_answer(engine: AsyncLLM, client: TestClient)
     assert all(token["top_logprobs"][0]["logprob"] == token["logprob"] for token in content)
 
 
+async def test_a_top_p_below_every_float32_keeps_one_token(client: TestClient) -> None:
+    fields = {"prompt": "the cat", "max_tokens": 12, "ignore_eos": True}
+    greedy = await post(client, COMPLETIONS, **fields, temperature=0)
+    for top_p in (5e-324, 1e-46, 1e-38):
+        body = await post(client, COMPLETIONS, **fields, temperature=2, top_p=top_p)
+        assert body["choices"][0]["text"] == greedy["choices"][0]["text"]
+
+
+async def test_refusals_of_the_engine_name_their_field(engine: AsyncLLM, client: TestClient) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})):
+        for token_id in (engine.model_config.vocab_size, 2**31 - 1, 2**31):
+            response = await client.post(path, json=prompt | {"stop_token_ids": [0, token_id]})
+            error = (await response.json())["error"]
+            assert response.status == 400
+            assert error["param"].startswith("stop_token_ids")
+            assert (error["code"], str(token_id) in error["message"]) == ("invalid_value", True)
+
+
+async def test_text_offsets_of_a_stream_are_those_of_the_whole(client: TestClient) -> None:
+    fields = {"prompt": "the cat", "n": 3, "seed": 4, "temperature": 2, "max_tokens": 32, "logprobs": 1}
+    for more in ({}, {"stop": ["a", "e"]}):
+        body = await post(client, COMPLETIONS, **fields, **more)
+        response = await client.post(COMPLETIONS, json=fields | more | {"stream": True})
+        offsets: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for event in events_of(await response.read()):
+            for choice in event["choices"]:
+                offsets[choice["index"]] += choice["logprobs"]["text_offset"]
+        for choice in body["choices"]:
+            shown = choice["logprobs"]
+            assert offsets[choice["index"]] == shown["text_offset"]
+            for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
+                if more == {} and "\ufffd" not in token and not token.startswith("<"):
+                    assert choice["text"].startswith(token, offset)
+
+
 async def test_cached_tokens_and_salt(client: TestClient) -> None:
     fields = {"prompt": list(range(10, 74)), "max_tokens": 2, "temperature": 0}
 

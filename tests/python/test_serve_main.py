@@ -1,6 +1,7 @@
 """`python -m pagedkv.serve` as a process: how it starts, what it says, how it ends."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 import openai
 import pytest
 
-from pagedkv.serve.__main__ import StartError, bind, greeting, main
+from pagedkv.serve.command import StartError, bind, greeting, run
 from tiny_llm import make_checkpoint
 
 START_S = 180
@@ -172,7 +173,7 @@ def test_wrong_option_is_one_clear_line(
     arguments: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        result = main(["--port", "0", *arguments])
+        result = run(["--port", "0", *arguments])
     except SystemExit as exit:
         result = int(str(exit.code))
     assert result == code
@@ -180,6 +181,40 @@ def test_wrong_option_is_one_clear_line(
     assert re.fullmatch(line, said[-1])
     # argparse prints its usage first; nothing else does.
     assert len(said) == 1 or said[0].startswith("usage:")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stage", ["importing", "loading"])
+def test_signal_before_the_server_runs_is_one_line(
+    number: signal.Signals, stage: str, tiny: Path, tmp_path: Path
+) -> None:
+    # The process opens the fifo where it comes to the stage, and reads what nobody ever writes.
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    place = "aiohttp" if stage == "importing" else "pagedkv.text.hf_tokenizer"
+    program = (
+        "import sys\n"
+        "class Stuck:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {place!r}:\n"
+        f"            open({str(fifo)!r}).read()\n"
+        "sys.meta_path.insert(0, Stuck())\n"
+        "from pagedkv.serve.__main__ import main\n"
+        "sys.exit(main(['--port', '0', '--model', sys.argv[1]]))\n"
+    )
+    command = [sys.executable, "-c", program, str(tiny)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            # Waits until the other end is opened, which is when the stage is reached.
+            with fifo.open("w"):
+                process.send_signal(number)
+                out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert out == ""
+    said = [line for line in err.splitlines() if " INFO " not in line]
+    assert said == [f"pagedkv: stopped by {number.name}"]
 
 
 def test_port_in_use_is_one_clear_line() -> None:

@@ -1,11 +1,13 @@
 """Stop strings: nothing is shown that belongs to one, and nothing is held back that cannot."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_tokenizers as tiny
-from pagedkv.text import SequenceText, StopStrings
+from pagedkv.text import SequenceText, StopSearch, StopStrings
 
 WORDS = st.text("abc", min_size=1, max_size=5)
 
@@ -29,7 +31,7 @@ def held_len(text: str, stops: list[str]) -> int:
 def test_equals_the_plain_definition_however_the_text_is_cut(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    search = StopStrings(stops)
+    search = StopSearch(StopStrings(stops))
     shown, fed = "", 0
     for size in [*cuts, *[7] * len(text)]:
         piece = text[fed : fed + size]
@@ -49,7 +51,7 @@ def test_equals_the_plain_definition_however_the_text_is_cut(
 
 
 def test_holds_back_only_what_may_begin_a_stop_string() -> None:
-    search = StopStrings(["<|user|>", "\n\n"])
+    search = StopSearch(StopStrings(["<|user|>", "\n\n"]))
     assert search.feed("Hello <") == "Hello "
     assert search.feed("b> and\n") == "<b> and"
     assert search.feed("more") == "\nmore"
@@ -61,20 +63,20 @@ def test_holds_back_only_what_may_begin_a_stop_string() -> None:
 def test_long_lists_do_not_delay_text() -> None:
     stops = [f"{i:02d}" + "stop" * 49 + "!!" for i in range(64)]
     assert {len(stop) for stop in stops} == {200}
-    search = StopStrings(stops)
+    search = StopSearch(StopStrings(stops))
     assert search.feed("The answer is 42") == "The answer is "
     assert search.feed(".") == "42."
     assert search.feed("x" + stops[63]) == "x"
 
 
 def test_a_stop_string_inside_another_ends_first() -> None:
-    search = StopStrings(["abcd", "bc"])
+    search = StopSearch(StopStrings(["abcd", "bc"]))
     assert search.feed("xab") == "x"
     assert search.feed("cd") == "a"
 
 
 def test_of_two_that_end_together_the_longer_is_cut() -> None:
-    search = StopStrings(["b", "ab"])
+    search = StopSearch(StopStrings(["b", "ab"]))
     assert search.feed("a") == ""
     assert search.feed("b") == ""
     assert search.matched == "ab"
@@ -87,6 +89,31 @@ def test_bad_stop_strings_are_named() -> None:
         StopStrings("abc")
 
 
+def test_a_shared_set_serves_several_texts() -> None:
+    stops = StopStrings(["ab", "abc", "b"])
+    first, second = StopSearch(stops), StopSearch(stops)
+    assert first.feed("xa") == "x"
+    assert second.feed("b") == ""
+    assert first.feed("b") == ""
+    assert (first.matched, second.matched) == ("ab", "b")
+
+
+def test_long_lists_take_little_memory_and_give_it_back() -> None:
+    stops = [f"{i:02d}" + "".join(chr(97 + (i * j) % 26) for j in range(1022)) for i in range(64)]
+    tracemalloc.start()
+    try:
+        built = StopStrings(stops)
+        assert tracemalloc.get_traced_memory()[0] < 3 * 2**20
+        search = StopSearch(built)
+        assert search.feed("x" + stops[63][:-1]) == "x"
+        assert search.feed(stops[63][-1]) == ""
+        assert search.matched == stops[63]
+        del built, search
+        assert tracemalloc.get_traced_memory()[0] < 2**18
+    finally:
+        tracemalloc.stop()
+
+
 def stream(sequence: SequenceText, token_ids: list[int]) -> list[str]:
     return [sequence.add(token_id) for token_id in token_ids]
 
@@ -94,7 +121,7 @@ def stream(sequence: SequenceText, token_ids: list[int]) -> list[str]:
 def test_a_stop_string_over_several_tokens_is_cut_exactly() -> None:
     tokenizer = tiny.paged(tiny.byte_level())
     ids = [tokenizer.token_id(char) for char in "ABCDEFGHIJKL"]
-    sequence = SequenceText(tokenizer, ["DEFGHIJ"])
+    sequence = SequenceText(tokenizer, StopStrings(["DEFGHIJ"]))
     assert stream(sequence, ids) == ["A", "B", "C", "", "", "", "", "", "", "", "", ""]
     assert sequence.stopped
     assert sequence.stop_at_tokens == 10
@@ -106,7 +133,7 @@ def test_a_stop_string_over_several_tokens_is_cut_exactly() -> None:
 def test_the_stop_string_is_shown_on_request() -> None:
     tokenizer = tiny.paged(tiny.byte_level())
     ids = [tokenizer.token_id(char) for char in "ABCDEFGH"]
-    sequence = SequenceText(tokenizer, ["DE"], include_stop=True)
+    sequence = SequenceText(tokenizer, StopStrings(["DE"]), include_stop=True)
     assert stream(sequence, ids) == ["A", "B", "C", "", "DE", "", "", ""]
     assert sequence.text == "ABCDE"
     assert sequence.stop_at_tokens == 5
@@ -117,14 +144,14 @@ def test_text_behind_a_stop_string_within_a_token_is_dropped() -> None:
     ids = tokenizer.encode("the capital", add_special_tokens=False)
     assert tokenizer.token(ids[0]) == "the"
     for include_stop, text in ((False, "t"), (True, "th")):
-        sequence = SequenceText(tokenizer, ["h"], include_stop=include_stop)
+        sequence = SequenceText(tokenizer, StopStrings(["h"]), include_stop=include_stop)
         assert stream(sequence, ids)[0] == text
         assert sequence.stop_at_tokens == 1
 
 
 def test_a_partial_stop_string_is_given_out_at_the_end() -> None:
     tokenizer = tiny.paged(tiny.byte_level())
-    sequence = SequenceText(tokenizer, ["the end of it"])
+    sequence = SequenceText(tokenizer, StopStrings(["the end of it"]))
     deltas = stream(sequence, tokenizer.encode("to the end", add_special_tokens=False))
     assert "".join(deltas) == "to "
     assert sequence.end() == "the end"
@@ -137,14 +164,14 @@ def test_a_multi_byte_stop_string_is_complete_with_its_last_byte() -> None:
     tokenizer = tiny.paged(tiny.byte_level())
     ids = tokenizer.encode("a🙂b", add_special_tokens=False)
     assert len(ids) == 6
-    sequence = SequenceText(tokenizer, ["🙂"])
+    sequence = SequenceText(tokenizer, StopStrings(["🙂"]))
     assert stream(sequence, ids) == ["a", "", "", "", "", ""]
     assert sequence.stop_at_tokens == 5
 
 
 def test_a_stop_string_can_be_completed_by_a_character_that_was_cut_short() -> None:
     tokenizer = tiny.paged(tiny.byte_level())
-    sequence = SequenceText(tokenizer, ["a\ufffd"])
+    sequence = SequenceText(tokenizer, StopStrings(["a\ufffd"]))
     stream(sequence, tokenizer.encode("xa🙂", add_special_tokens=False)[:-1])
     assert sequence.text == "x"
     assert sequence.end() == ""
@@ -160,7 +187,7 @@ def test_a_stop_string_can_be_completed_by_a_character_that_was_cut_short() -> N
 def test_streamed_and_whole_text_are_equal(text: str, stops: list[str]) -> None:
     tokenizer = SHARED
     ids = tokenizer.encode(text, add_special_tokens=False)
-    sequence = SequenceText(tokenizer, stops)
+    sequence = SequenceText(tokenizer, StopStrings(stops))
     shown = "".join(stream(sequence, ids)) + sequence.end()
     match = first_match(text, stops)
     assert shown == sequence.text == (text if match is None else text[: match[0]])

@@ -8,6 +8,7 @@ from pagedkv import (
     SamplingParams,
 )
 from pagedkv.outputs import CompletionOutput, SampleChange
+from pagedkv.text import Detokenizer
 from tiny_llm import GREEDY, LONG, last
 
 
@@ -59,6 +60,33 @@ async def test_changes_add_up_to_the_answers(llm, fields, late_s):
     assert stream.num_cached_tokens <= len(truth.prompt_token_ids)
     times = stream.metrics
     assert times.arrival_time < times.first_token_time <= times.last_token_time <= times.finished_time
+
+
+async def test_text_offsets_say_where_the_text_of_a_token_begins(llm):
+    """The tiny model's answers are full of parts of characters, whole ones, and special tokens."""
+    for fields in ({}, {"skip_special_tokens": False}, {"stop": ["a", "e"]}):
+        params = SamplingParams(temperature=2.0, seed=3, n=4, max_tokens=40, logprobs=0, **fields)
+        stream = llm.submit("the cat", params)
+        texts, token_ids, offsets = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)]
+        async for changes in stream.changes():
+            for change in changes:
+                assert len(change.text_offsets) == len(change.token_ids)
+                texts[change.index] += change.text
+                token_ids[change.index] += change.token_ids
+                offsets[change.index] += change.text_offsets
+        for text, ids, found in zip(texts, token_ids, offsets, strict=True):
+            detokenizer = Detokenizer(llm.tokenizer, params.skip_special_tokens, at_start=False)
+            num_chars, num_whole = 0, 0
+            for token_id, offset in zip(ids, found, strict=True):
+                token, new = llm.tokenizer.token(token_id), detokenizer.add([token_id])
+                # What was the first part of a character, and has now become U+FFFD, is before the token.
+                assert offset - num_chars in (0, 1)
+                num_chars += len(new)
+                if new and "\ufffd" not in token:
+                    num_whole += 1
+                    # A stop string, and what came with it, is not part of the answer.
+                    assert text.startswith(token, offset) or params.stop
+            assert num_whole > 0
 
 
 async def test_changes_tell_what_was_found_and_an_abort(llm, expected):

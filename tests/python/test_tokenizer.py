@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import gguf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer
 
 import tiny_tokenizers as tiny
@@ -210,6 +212,59 @@ def test_lone_surrogates_are_refused() -> None:
         DEMO.encode("ab\ud83d")
     with pytest.raises(PagedKVError):
         DEMO.chat_prompt([{"role": "user", "content": "\udc00"}])
+
+
+def test_long_texts_give_the_same_ids() -> None:
+    text = "".join(tiny.TEXTS) * 200 + "<|im_start|>user\n" * 100
+    for add_special_tokens in (True, False):
+        expected = DEMO.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        assert DEMO.encode(text, add_special_tokens) == expected
+
+
+def test_encoding_a_long_text_lets_other_threads_run() -> None:
+    text = "The cat sat, 123 on " * 20_000
+    encoding = threading.Thread(target=DEMO.encode, args=[text])
+    encoding.start()
+    num_ticks = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_ticks += 1
+    # If the tokenizer kept the interpreter, this loop would get to run before and after.
+    assert num_ticks > 10
+
+
+@pytest.mark.parametrize("kind", ["demo", "byte_level", "sentencepiece", "qwen2"])
+def test_the_fewest_tokens_are_never_more_than_there_are(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.text.tokenizer._FEW_CHARS", 0)
+    if kind == "demo":
+        tokenizer = DEMO
+    elif kind == "byte_level":
+        tokenizer = BYTE_LEVEL
+    elif kind == "sentencepiece":
+        tokenizer = Tokenizer.load(sentencepiece_gguf(tmp_path / "m.gguf"))
+    else:
+        keys = tiny.byte_level_keys(tiny.byte_level())
+        tokenizer = Tokenizer.load(tiny.save_gguf(tmp_path / "m.gguf", "gpt2", pre="qwen2", **keys))
+    texts = [*tiny.TEXTS, "\u1f82" * 50, "\u03b1\u0313\u0300\u0345" * 50, "the cat sat on the mat " * 20]
+    for text in texts:
+        fewest, ids = tokenizer.fewest_tokens(text), tokenizer.encode(text, add_special_tokens=False)
+        assert fewest <= len(ids)
+    # Bytes that the demo model's vocabulary does not have leave no token.
+    assert tokenizer.fewest_tokens("\x04" * 10_000) <= len(tokenizer.encode("\x04" * 10_000, False))
+    assert tokenizer.fewest_tokens("x" * 10_000) > 10
+
+
+def test_nothing_is_said_where_a_token_may_stand_for_any_length() -> None:
+    assert tiny.paged(tiny.neighbour_dependent()).fewest_tokens("x" * 10_000) == 0
+    backend = tiny.byte_level()
+    backend.add_special_tokens([AddedToken("<|greedy|>", rstrip=True)])
+    tokenizer = tiny.paged(backend)
+    assert tokenizer.encode("<|greedy|>" + " " * 10_000, add_special_tokens=False) == [
+        tokenizer.token_id("<|greedy|>")
+    ]
+    assert tokenizer.fewest_tokens("<|greedy|>" + " " * 10_000) == 0
 
 
 @pytest.mark.parametrize(("pre", "pattern"), [("gpt-2", None), ("llama-bpe", tiny.LLAMA3_PATTERN)])

@@ -220,6 +220,9 @@ def test_tied_with_only_the_head_stored(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "phi3"}, "none, with model_type 'phi3'"),
         ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe', but LlamaForCausalLM belongs to 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+        ({"hidden_act": None}, "hidden_act is None; supported is 'silu'"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures are .*; supported are"),
+        ({"layer_types": 5}, "layer_types is 5 .* must be a list or null"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*awq"),
         ({"num_local_experts": 8}, "num_local_experts is 8 .* not supported"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
@@ -239,7 +242,21 @@ def test_tied_with_only_the_head_stored(tmp_path: Path) -> None:
         ({"head_dim": 15}, "head_dim is 15"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0.0"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id -1 .* none of its tokens; it must be in 0\.\.199"),
+        ({"eos_token_id": 200}, r"eos_token_id 200 .* none of its tokens; it must be in 0\.\.199"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is inf"),
+        (
+            {"num_hidden_layers": 10**9, "layer_types": None},
+            "1000000000 layers, but the files hold weights of 2",
+        ),
+        ({"hidden_size": 2**40}, f"width of hidden_size is {2**40}; at most {2**24}"),
+        ({"intermediate_size": 2**62}, "width of intermediate_size"),
+        ({"vocab_size": 2**25}, "width of vocab_size"),
+        ({"head_dim": 2**40}, "width of the heads together"),
+        ({"max_position_embeddings": 10**400}, r"max_position_embeddings is above 2\^63-1"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
+        ({"dtype": ""}, "dtype is ''"),
+        ({"use_sliding_window": "no"}, "use_sliding_window is 'no'"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -316,7 +333,7 @@ def test_eos_ids_of_both_files_are_joined(tiny: Path) -> None:
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert read_config(resolve(tiny)).eos_token_ids == (5, 2, 9)
     edit_config(tiny, eos_token_id=None)
-    (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7, 9, 999]}))
+    (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7, 9]}))
     assert read_config(resolve(tiny)).eos_token_ids == (9, 7)
     (tiny / "generation_config.json").unlink()
     assert read_config(resolve(tiny)).eos_token_ids == ()

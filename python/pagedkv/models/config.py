@@ -17,6 +17,11 @@ from pagedkv.models.rope import RopeConfig
 from pagedkv.plan import kv_bytes_per_token
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Far more than anything that has been built. A weight has less than 2^48 elements then, which torch can count
+# without making it, so that the files can be found not to fit.
+MAX_WIDTH = 2**24
+# Products of what fits here and a RoPE factor can be written as a float.
+MAX_INT = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Checks what every format must obey."""
+        for name, width in (
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("vocab_size", self.vocab_size),
+            ("the heads together", self.num_heads * self.head_dim),
+        ):
+            if width > MAX_WIDTH:
+                raise ModelError(f"the width of {name} is {width}; at most {MAX_WIDTH} is supported")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
@@ -66,7 +79,7 @@ class ModelConfig:
 
 
 def positive_int(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """The field as an integer of at least 1; null and absent are the default.
+    """The field as an integer in 1..2^63-1; null and absent are the default.
 
     Raises:
         ModelError: It is missing and has no default, or is something else.
@@ -78,6 +91,8 @@ def positive_int(config: Mapping[str, Any], field: str, default: int | None = No
         raise ModelError(f"the model's config has no {field}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"{field} is {value!r} in the model's config; it must be an integer of at least 1")
+    if value > MAX_INT:
+        raise ModelError(f"{field} is above 2^63-1 in the model's config; no model has that much")
     return value
 
 
@@ -92,6 +107,12 @@ def number(config: Mapping[str, Any], field: str, default: float | None = None) 
         value = default
     if value is None:
         raise ModelError(f"the model's config has no {field}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ModelError(f"{field} is {value!r} in the model's config; it must be a finite number")
-    return float(value)
+    try:
+        result = float(value)
+    except OverflowError:  # An integer in JSON may have any number of digits.
+        result = math.inf
+    if not math.isfinite(result):
+        raise ModelError(f"{field} is {result} in the model's config; it must be a finite number")
+    return result

@@ -155,7 +155,8 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
     if not names:
         names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
     supported = ", ".join(FAMILIES)
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+    # In the list, not in the dict: JSON may hold what has no hash.
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
         asked = names if names else f"none, with model_type {model_type!r}"
         raise ModelError(f"the model's architectures are {asked}; supported are {supported}")
     family = FAMILIES[names[0]]
@@ -166,7 +167,8 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 def _refuse(config: Mapping[str, Any], family: Family) -> None:
     """Refuses what changes the computation and is not built."""
-    activation = config.get("hidden_act") or "silu"
+    # Only an absent field means the default; transformers fails on a null.
+    activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"hidden_act is {activation!r}; supported is 'silu'")
     for field, neutral in _NEUTRAL.items():
@@ -203,7 +205,9 @@ def _rope(config: Mapping[str, Any], trained_len: int) -> tuple[RopeConfig, int]
     found = []
     for field in ("rope_parameters", "rope_scaling"):
         # Null and {} say nothing. transformers treats them alike.
-        parameters = config.get(field) or {}
+        parameters = config.get(field)
+        if parameters is None:
+            continue
         if not isinstance(parameters, Mapping):
             raise ModelError(f"{field} is {parameters!r} in the model's config; it must be an object or null")
         if parameters:
@@ -223,10 +227,10 @@ def _rope_from(
     """One of the two dialects of `_rope`."""
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelError(f"{field} differs by layer type ({', '.join(parameters)}), which is not supported")
-    kinds = {parameters[key] for key in ("rope_type", "type") if parameters.get(key) is not None} or {
+    kinds = {str(parameters[key]) for key in ("rope_type", "type") if parameters.get(key) is not None} or {
         "default"
     }
-    kind = str(kinds.pop())
+    kind = kinds.pop()
     if kinds:
         raise ModelError(f"{field} has rope_type {parameters['rope_type']!r} but type {parameters['type']!r}")
     allowed = _ROPE_FIELDS.get(kind)
@@ -288,13 +292,13 @@ def _max_len_cap(
     config: Mapping[str, Any], family: Family, num_layers: int, rope: RopeConfig, trained_len: int
 ) -> tuple[int | None, str]:
     """The longest sequence for which full attention and fixed angles are exact, and why it is limited."""
-    window = config.get("sliding_window", family.sliding_window)
-    if not config.get("use_sliding_window", not family.window_is_opt_in):
-        window = None
-    if window is not None:
-        positive_int(config, "sliding_window", window)
+    window = _window(config, family)
     layer_types = config.get("layer_types")
     if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise ModelError(
+                f"layer_types is {layer_types!r} in the model's config; it must be a list or null"
+            )
         for layer_type in layer_types:
             if layer_type not in ("full_attention", "sliding_attention"):
                 raise ModelError(
@@ -321,6 +325,15 @@ def _max_len_cap(
     return None, ""
 
 
+def _window(config: Mapping[str, Any], family: Family) -> int | None:
+    """The sliding window in tokens, or None where there is none or it is not in use."""
+    in_use = not family.window_is_opt_in
+    if "use_sliding_window" in config:
+        in_use = _flag(config, "use_sliding_window")
+    window = config.get("sliding_window", family.sliding_window)
+    return positive_int(config, "sliding_window", window) if in_use and window is not None else None
+
+
 def _int_or_zero(config: Mapping[str, Any], field: str, default: int) -> int:
     """The field as an integer of at least 0; null and absent are the default."""
     return 0 if config.get(field) == 0 else positive_int(config, field, default)
@@ -329,7 +342,10 @@ def _int_or_zero(config: Mapping[str, Any], field: str, default: int) -> int:
 def _eos_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
-    """Both files' ids, each an int, a list or null; without those that no vocabulary entry has."""
+    """Both files' ids, each an int, a list or null.
+
+    An id without an entry in the vocabulary is refused: the answers that it should end would never end.
+    """
     found: dict[int, None] = {}
     for where in (config, generation):
         value = where.get("eos_token_id")
@@ -340,14 +356,20 @@ def _eos_token_ids(
                 raise ModelError(
                     f"eos_token_id is {value!r} in the model's config; it must be an integer or a list"
                 )
-            if 0 <= token_id < vocab_size:
-                found[token_id] = None
+            if not 0 <= token_id < vocab_size:
+                raise ModelError(
+                    f"eos_token_id {token_id} in the model's config is none of its tokens; "
+                    f"it must be in 0..{vocab_size - 1}"
+                )
+            found[token_id] = None
     return tuple(found)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """`dtype` (transformers 5) or `torch_dtype` (4)."""
-    value = config.get("dtype") or config.get("torch_dtype")
+    value = config.get("dtype")
+    if value is None:
+        value = config.get("torch_dtype")
     if value is None or value == "auto":
         return None
     name = str(value).removeprefix("torch.")

@@ -14,7 +14,7 @@ from pagedkv.models.gguf_file import GGUFFile
 from pagedkv.models.hf_config import read_hf_config
 from pagedkv.models.llama import LlamaForCausalLM
 from pagedkv.models.resolve import ModelSource, resolve
-from pagedkv.models.weights import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint, load_weights
+from pagedkv.models.weights import LAYERS, Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ def load_model(
     source = model if isinstance(model, ModelSource) else resolve(model)
     device = torch.device(device)
     config, checkpoint = _open(source)
+    _check_num_layers(config, checkpoint)
     resolved = _dtype(dtype, config, checkpoint, device)
     with torch.device("meta"):
         network = LlamaForCausalLM(config)
@@ -87,6 +88,18 @@ def _open(source: ModelSource) -> tuple[ModelConfig, Checkpoint]:
     file = GGUFFile(source.path)
     config = read_gguf_config(file)
     return config, GGUFCheckpoint(file, config)
+
+
+def _check_num_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Refuses more layers than the files hold, before modules are built for all of them.
+
+    Fewer are found later, by the tensors that are left over.
+    """
+    layers = {name.split(".")[2] for name in checkpoint.shapes if name.startswith(LAYERS)}
+    if config.num_layers > len(layers):
+        raise ModelError(
+            f"the model's config has {config.num_layers} layers, but the files hold weights of {len(layers)}"
+        )
 
 
 def _dtype(

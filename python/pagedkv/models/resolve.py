@@ -43,7 +43,7 @@ class ModelSource:
             return None
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path} cannot be read as JSON: {error}") from error
         if not isinstance(value, dict):
             raise ModelError(f"{path} holds a {type(value).__name__}; it must be a JSON object")

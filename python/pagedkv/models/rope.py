@@ -15,6 +15,8 @@ from torch import Tensor
 from pagedkv.errors import ModelError
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+# Stretches any trained length beyond every cache.
+MAX_FACTOR = 2.0**24
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class RopeConfig:
             raise ModelError(f"RoPE of type {self.kind!r} is not supported; supported are {', '.join(KINDS)}")
         if self.theta <= 1:
             raise ModelError(f"rope_theta is {self.theta}; it must be above 1")
-        if self.factor <= 0:
-            raise ModelError(f"the RoPE factor is {self.factor}; it must be above 0")
+        if not 0 < self.factor <= MAX_FACTOR:
+            raise ModelError(
+                f"the RoPE factor is {self.factor}; it must be above 0 and at most {MAX_FACTOR:.0f}"
+            )
         if self.kind in ("yarn", "llama3") and self.original_max_len < 1:
             raise ModelError(f"RoPE of type {self.kind} needs original_max_position_embeddings of at least 1")
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -116,8 +120,14 @@ def _yarn(rope: RopeConfig, periods: Tensor, head_dim: int) -> Tensor:
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions below max_len, each f32 [max_len, head_dim].
 
-    Columns i and i + head_dim / 2 hold the same angle.
+    Columns i and i + head_dim / 2 hold the same angle. Takes no more memory than `table_bytes` on the way.
     """
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq(rope, head_dim)[None, :]
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    # In place, because the table of a long context is as large as a small model.
+    return angles.cos().mul_(rope.attention_factor), angles.sin_().mul_(rope.attention_factor)
+
+
+def table_bytes(head_dim: int, max_len: int) -> int:
+    """Bytes of what `cos_sin_table` returns."""
+    return 2 * max_len * head_dim * torch.float32.itemsize

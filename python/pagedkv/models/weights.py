@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+LAYERS = "model.layers."  # the number of the layer follows
 
 Shape = tuple[int, ...]
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pagedkv.serve import middleware
+from pagedkv.serve.malformed import quiet_malformed
 from pagedkv.serve.metrics import Metrics
 from pagedkv.serve.routes import routes
 from pagedkv.serve.served import SERVED, Served, ServeOptions
@@ -12,8 +13,17 @@ from pagedkv.serve.served import SERVED, Served, ServeOptions
 if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM
 
-# Prompts of token ids and long conversations are large; aiohttp's own limit is 1 MiB.
-MAX_BODY_BYTES = 64 * 2**20
+# A body becomes several times its size in memory, so it may be as large as what the model can read needs:
+# some bytes for every token of its context, but a small model as well has room for a long conversation or
+# many prompts.
+_BODY_BYTES_PER_TOKEN = 64
+_MIN_BODY_BYTES = 8 * 2**20
+_MAX_BODY_BYTES = 64 * 2**20
+
+
+def max_body_bytes(max_model_len: int) -> int:
+    """The size of the largest body that is read, for a context of `max_model_len` tokens."""
+    return min(max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * max_model_len), _MAX_BODY_BYTES)
 
 
 def build_app(engine: "AsyncLLM", options: ServeOptions) -> web.Application:
@@ -23,7 +33,7 @@ def build_app(engine: "AsyncLLM", options: ServeOptions) -> web.Application:
     what aborts its request.
     """
     app = web.Application(
-        client_max_size=MAX_BODY_BYTES,
+        client_max_size=max_body_bytes(engine.max_model_len),
         middlewares=[
             middleware.count_responses,
             middleware.errors_as_json,
@@ -31,6 +41,7 @@ def build_app(engine: "AsyncLLM", options: ServeOptions) -> web.Application:
             middleware.require_key,
         ],
     )
+    quiet_malformed()
     metrics = Metrics(options.model_names[0], engine.stats, _cache_config(engine))
     app[SERVED] = Served(engine, options, metrics)
     app.add_routes(routes())

@@ -26,7 +26,9 @@ class CompletionShape(Shape):
         """Text, reason of the end and log-probabilities."""
         shown = None
         if self._num_logprobs is not None and piece.logprobs is not None:
-            shown = logprobs.for_completion(piece.token_ids, piece.logprobs, self._num_logprobs, piece.offset)
+            shown = logprobs.for_completion(
+                piece.token_ids, piece.logprobs, self._num_logprobs, piece.text_offsets
+            )
         return {
             "index": piece.index,
             "text": piece.text,

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
+from pagedkv import checks
 from pagedkv import errors as engine_errors
 from pagedkv.errors import EngineDead, InvalidRequest, RequestFailed
 from pagedkv.request import ContextOverflow
@@ -18,6 +19,7 @@ from pagedkv.text.errors import ChatTemplateError, TextError
 # A client that is turned away should come back soon: the queue drains by whole requests, not by minutes.
 RETRY_AFTER_S = 1
 _MAX_VALUE_LEN = 80
+_ENCODER = json.JSONEncoder()
 
 
 class ApiError(Exception):
@@ -66,18 +68,27 @@ class ApiError(Exception):
         return web.json_response(self.body(), status=self.status, headers=self.headers)
 
 
-def refuse(param: str | None, message: str, *, code: str | None = None) -> NoReturn:
+def refuse(param: str | None, message: str, *, code: str = "invalid_value") -> NoReturn:
     """Raises a 400 about the field `param`, or the body as a whole: what was wrong, what is allowed."""
     raise ApiError(400, message, param=param, code=code)
 
 
 def shown(value: Any) -> str:
-    """A value as it is quoted in a message: JSON where possible, and never longer than a line."""
+    """A value as it is quoted in a message: JSON where possible, and never longer than a line.
+
+    No more of the value is written than is shown: a client may have sent megabytes.
+    """
+    if isinstance(value, str):
+        value = value[: _MAX_VALUE_LEN + 1]
+    text = ""
     try:
-        text = json.dumps(value)
+        for piece in _ENCODER.iterencode(value):
+            text += piece
+            if len(text) > _MAX_VALUE_LEN:
+                return f"{text[:_MAX_VALUE_LEN]}..."
     except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= _MAX_VALUE_LEN else f"{text[:_MAX_VALUE_LEN]}..."
+        return checks.shown(value)
+    return text
 
 
 def from_exception(error: Exception) -> ApiError | None:
@@ -91,7 +102,7 @@ def from_exception(error: Exception) -> ApiError | None:
     # Looked up here: without the compiled core there is no such class, and the start has to say so itself.
     if isinstance(error, engine_errors.QueueFull):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
-        return ApiError(429, f"{error} Try again in a moment.", code="queue_full", headers=headers)
+        return ApiError(429, f"{error}.", code="queue_full", headers=headers)
     if isinstance(error, EngineDead):
         return ApiError(503, f"The engine has stopped: {error}", code="engine_dead")
     if isinstance(error, RequestFailed):

@@ -22,7 +22,7 @@ def _ranked(entry: TokenLogprobs, num_top: int) -> Iterable[tuple[int, Logprob]]
 
 
 def for_completion(
-    token_ids: list[int], entries: list[TokenLogprobs], num_top: int, offset: int
+    token_ids: list[int], entries: list[TokenLogprobs], num_top: int, text_offsets: list[int]
 ) -> dict[str, Any]:
     """The lists of /v1/completions.
 
@@ -30,7 +30,7 @@ def for_completion(
         token_ids: the sampled tokens.
         entries: one per token.
         num_top: alternatives wanted for each.
-        offset: where the text of the first token begins in the whole answer.
+        text_offsets: where the text of each token begins in the whole answer.
 
     Returns:
         tokens, token_logprobs, top_logprobs and text_offset. top_logprobs maps texts to numbers; of several
@@ -39,7 +39,6 @@ def for_completion(
     tokens: list[str] = []
     values: list[float] = []
     tops: list[dict[str, float]] = []
-    offsets: list[int] = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         sampled = entry[token_id]
         top: dict[str, float] = {}
@@ -50,9 +49,7 @@ def for_completion(
         tokens.append(sampled.decoded_token)
         values.append(_value(sampled))
         tops.append(top)
-        offsets.append(offset)
-        offset += len(sampled.decoded_token)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": text_offsets}
 
 
 def for_chat(

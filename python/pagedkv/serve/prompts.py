@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.request import Request
+from pagedkv.request import INLINE_LEN, Request
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.serve.errors import from_invalid, refuse
 from pagedkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from pagedkv.serve.served import Served
-from pagedkv.text.errors import ChatTemplateError, TextError
+from pagedkv.text.errors import ChatTemplateError
 
 DEFAULT_COMPLETION_TOKENS = 16
-# Prompts up to this length are tokenised and checked in place, in about a millisecond.
-_INLINE_LEN = 4096
 
 
 async def completion_requests(served: Served, body: CompletionRequest) -> list[Request]:
@@ -40,7 +38,7 @@ async def completion_requests(served: Served, body: CompletionRequest) -> list[R
     def prepare_all() -> list[Request]:
         return [prepare(index) for index in range(len(body.prompt))]
 
-    return await _prepared(prepare_all, sum(map(len, body.prompt)))
+    return await _prepared(prepare_all, body, sum(map(len, body.prompt)))
 
 
 async def chat_request(served: Served, body: ChatRequest) -> list[Request]:
@@ -56,27 +54,33 @@ async def chat_request(served: Served, body: ChatRequest) -> list[Request]:
 
     def prepare() -> list[Request]:
         try:
-            token_ids = served.engine.tokenizer.chat_prompt(
+            text = served.engine.tokenizer.chat_text(
                 turns,
                 add_generation_prompt=opens_reply,
                 continue_final_message=body.continue_final_message,
                 **body.chat_template_kwargs,
             )
-        except (ChatTemplateError, TextError) as error:
+        except ChatTemplateError as error:
             refuse("messages", f"The messages cannot be rendered: {error}")
         with _in_words_of(body, "messages"):
             request = served.engine.prepare(
-                token_ids, _params(body), salt=_salt(body), priority=body.priority
+                text, _params(body), salt=_salt(body), priority=body.priority, add_special_tokens=False
             )
             return [request]
 
-    return await _prepared(prepare, sum(len(turn["content"]) for turn in turns))
+    return await _prepared(prepare, body, sum(len(turn["content"]) for turn in turns))
 
 
-async def _prepared(prepare: Callable[[], list[Request]], prompt_len: int) -> list[Request]:
-    """Runs `prepare`, long prompts in a thread: the tokenizer lets go of the interpreter."""
+async def _prepared(
+    prepare: Callable[[], list[Request]], body: GenerationRequest, prompt_len: int
+) -> list[Request]:
+    """Runs `prepare`; where there is much to do in a thread, so that the event loop goes on.
+
+    The tokenizer lets go of the interpreter (`Tokenizer.encode`), and Python code gives way to others itself.
+    """
     arrival_time = time.monotonic()
-    requests = prepare() if prompt_len <= _INLINE_LEN else await asyncio.to_thread(prepare)
+    num_chars = prompt_len + sum(map(len, body.stop))
+    requests = prepare() if num_chars <= INLINE_LEN else await asyncio.to_thread(prepare)
     for request in requests:
         # The client waits for the tokenizer as well.
         request.arrival_time = arrival_time

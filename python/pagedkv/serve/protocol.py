@@ -31,10 +31,16 @@ from pagedkv.sampling_params import (
 )
 from pagedkv.serve.errors import refuse, shown
 from pagedkv.serve.fields import refuse_unsupported, unknown_fields
+from pagedkv.serve.json_body import parse_json
 from pagedkv.text.chat_template import RESERVED_VARIABLES
 
+MAX_FIELDS = 256
+"""Bound on the fields of the body, and of every object in it that is checked."""
 MAX_SEQUENCES = 1024
 """Bound on n times the number of prompts of one request."""
+MAX_MESSAGES = 4096
+MAX_PARTS = 16384
+"""Bound on the content parts and tool calls of all messages together."""
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -47,6 +53,8 @@ Prompt = str | list[int]
 def _without_nulls(value: Any) -> Any:
     """Null is absent: the defaults of the model apply."""
     if isinstance(value, dict):
+        if len(value) > MAX_FIELDS:
+            raise _wrong(f"must have at most {MAX_FIELDS} fields")
         return {key: item for key, item in value.items() if item is not None}
     return value
 
@@ -58,10 +66,10 @@ def _wrong(message: str) -> PydanticCustomError:
 
 def _check_stop(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) > MAX_STOPS:
+        raise _wrong(f"must have at most {MAX_STOPS} strings")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise _wrong("must be a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise _wrong(f"must have at most {MAX_STOPS} strings")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise _wrong(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
     return stops
@@ -77,11 +85,27 @@ def _check_prompt(value: Any) -> list[Prompt]:
     if isinstance(value, list) and value:
         if type(value[0]) is int:
             return [value]
+        if len(value) > MAX_SEQUENCES:
+            raise _wrong(f"must have at most {MAX_SEQUENCES} prompts, has {len(value)}")
         if any(all(isinstance(item, kind) for item in value) for kind in (str, list)):
             return value
     raise _wrong(
         "must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
     )
+
+
+def _check_messages(value: Any) -> Any:
+    """Bounds what there is to check, before it is checked one by one."""
+    if not isinstance(value, list):
+        raise _wrong("must be a list of messages")
+    if len(value) > MAX_MESSAGES:
+        raise _wrong(f"must have at most {MAX_MESSAGES} messages, has {len(value)}")
+    messages = [message for message in value if isinstance(message, dict)]
+    lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
+    num_parts = sum(len(items) for items in lists if isinstance(items, list))
+    if num_parts > MAX_PARTS:
+        raise _wrong(f"must have at most {MAX_PARTS} content parts and tool calls, have {num_parts}")
+    return value
 
 
 def _check_content(value: Any) -> Any:
@@ -214,12 +238,14 @@ class Message(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[list[Annotated[ContentPart, Null]], BeforeValidator(_check_content)] = Field(
-        default_factory=list
-    )
+    content: Annotated[
+        list[Annotated[ContentPart, Null]], Field(fail_fast=True), BeforeValidator(_check_content)
+    ] = Field(default_factory=list)
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Annotated[ToolCall, Null]] = Field(default_factory=list)
+    tool_calls: Annotated[list[Annotated[ToolCall, Null]], Field(fail_fast=True)] = Field(
+        default_factory=list
+    )
     tool_call_id: str | None = None
 
     def as_template_input(self) -> dict[str, Any]:
@@ -259,7 +285,9 @@ def _call_as_template_input(call: ToolCall) -> dict[str, Any]:
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Annotated[Message, Null]], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[Annotated[Message, Null]], Field(min_length=1, fail_fast=True), BeforeValidator(_check_messages)
+    ]
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
@@ -288,38 +316,6 @@ class ChatRequest(GenerationRequest):
                 refuse("chat_template_kwargs", f"chat_template_kwargs must not set {shown(name)}.")
 
 
-# Only an escape can bring half of a pair in: raw bytes of one are no valid UTF-8.
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def parse_json(raw: bytes, *, yielding: bool = False) -> dict[str, Any]:
-    """The JSON object in `raw`. Raises ApiError for anything else, NaN and Infinity included.
-
-    `yielding` takes longer, but lets other threads run meanwhile.
-    """
-
-    def not_json(word: str) -> NoReturn:
-        raise ValueError(f"{word} is not a JSON value")
-
-    # The scanner is C and holds the GIL from end to end, unless it calls back into Python.
-    hooks: dict[str, Any] = {"parse_int": lambda digits: int(digits), "object_hook": lambda item: item}
-    try:
-        body = json.loads(raw, parse_constant=not_json, **(hooks if yielding else {}))
-    except RecursionError:
-        refuse(None, "The request body is nested too deeply.", code="invalid_json")
-    except ValueError as error:
-        refuse(None, f"The request body is not valid JSON: {error}.", code="invalid_json")
-    if _SURROGATE_ESCAPE.search(raw):
-        try:
-            json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            message = "The request body holds half of a surrogate pair, which is no character."
-            refuse(None, message, code="invalid_json")
-    if not isinstance(body, dict):
-        refuse(None, f"The request body must be a JSON object, got {shown(body)}.", code="invalid_json")
-    return body
-
-
 Request = TypeVar("Request", bound=GenerationRequest)
 
 
@@ -337,7 +333,10 @@ def parse_request(
     Raises:
         ApiError: 400, with the field, its value and what is allowed.
     """
-    body: dict[str, Any] = _without_nulls(parse_json(raw, yielding=yielding))
+    body = parse_json(raw, yielding=yielding)
+    if len(body) > MAX_FIELDS:
+        refuse(None, f"The request body must have at most {MAX_FIELDS} fields, has {len(body)}.")
+    body = _without_nulls(body)
     refuse_unsupported(body, kind.model_fields)
     ignored = unknown_fields(body, kind.model_fields)
     if ignored and strict:

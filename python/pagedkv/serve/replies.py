@@ -32,7 +32,7 @@ class Piece:
         text: new text; may be empty, as after the first half of a character.
         token_ids: new tokens.
         logprobs: one entry per new token, or None where not asked for.
-        offset: length of the texts of all tokens before.
+        text_offsets: where the text of each new token begins in the whole answer; empty without logprobs.
         first: nothing was sent for this choice yet.
         finish_reason: why the sequence ended, None while it goes on.
         stop_reason: what ended it, where that was a stop string or a token of stop_token_ids.
@@ -42,7 +42,7 @@ class Piece:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    offset: int
+    text_offsets: list[int]
     first: bool
     finish_reason: str | None
     stop_reason: str | int | None
@@ -100,7 +100,7 @@ class _Choice:
     _texts: list[str] = field(default_factory=list)
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] | None = None
-    _offset: int = 0
+    _text_offsets: list[int] = field(default_factory=list)
     _begun: bool = False
 
     def add(self, change: SampleChange) -> None:
@@ -115,6 +115,7 @@ class _Choice:
         if change.logprobs is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += change.logprobs
+            self._text_offsets += change.text_offsets or []
 
     @property
     def has_news(self) -> bool:
@@ -128,20 +129,20 @@ class _Choice:
     def take(self) -> Piece:
         """What has come since the last call."""
         text, token_ids, logprobs = "".join(self._texts), self._token_ids, self._logprobs
+        text_offsets = self._text_offsets
         piece = Piece(
             self.index,
             text,
             token_ids,
             logprobs,
-            self._offset,
+            text_offsets,
             not self._begun,
             self.finish_reason,
             self.stop_reason,
         )
         self._begun = True
-        self._texts, self._token_ids, self._logprobs = [], [], None if logprobs is None else []
-        for token_id, entry in zip(token_ids, logprobs or (), strict=False):
-            self._offset += len(entry[token_id].decoded_token)
+        self._texts, self._token_ids, self._text_offsets = [], [], []
+        self._logprobs = None if logprobs is None else []
         return piece
 
 

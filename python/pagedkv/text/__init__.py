@@ -6,8 +6,16 @@ generated sequence turns them back into text, token by token, and says when a st
 
 from .detokenizer import Detokenizer
 from .errors import ChatTemplateError, TextError
-from .stop import StopStrings
+from .stop import StopSearch, StopStrings
 from .stream import SequenceText
 from .tokenizer import Tokenizer
 
-__all__ = ["ChatTemplateError", "Detokenizer", "SequenceText", "StopStrings", "TextError", "Tokenizer"]
+__all__ = [
+    "ChatTemplateError",
+    "Detokenizer",
+    "SequenceText",
+    "StopSearch",
+    "StopStrings",
+    "TextError",
+    "Tokenizer",
+]

@@ -2,10 +2,10 @@
 
 The environment is the one that chat templates are written for (transformers' documentation, "Chat
 templates"): sandboxed, blocks trimmed, loop controls, `raise_exception`, `strftime_now`, a `tojson` that
-leaves HTML characters alone, and the `generation` block, which only marks text. Jinja is imported when the
-first conversation is rendered.
+leaves HTML characters alone, and the `generation` block, which only marks text. Jinja is imported when a
+model with a template is loaded.
 
-Used by `Tokenizer.chat_text`.
+Used by `Tokenizer.chat_text`; the loaders of tokenizers use `check_template`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
+
+from pagedkv.errors import ModelError
 
 from .errors import ChatTemplateError
 
@@ -48,6 +50,31 @@ RESERVED_VARIABLES = frozenset(
         "truncation",
     }
 )
+
+
+def check_template(source: object, place: str) -> str:
+    """The source of a template, if it is one.
+
+    A broken template is a fault of the model's, so it shows when the model is loaded, not as a bad request.
+
+    Args:
+        source: what the model's files have as a template.
+        place: where that stands, for the message.
+
+    Raises:
+        ModelError: it is no text, or Jinja cannot read it.
+    """
+    import jinja2
+
+    if not isinstance(source, str):
+        raise ModelError(f"{place}: the chat template is of type {type(source).__name__}, allowed: a text")
+    try:
+        _environment().compile(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(
+            f"{place}: the chat template is broken at line {error.lineno}: {error.message}"
+        ) from error
+    return source
 
 
 class ChatTemplates:
@@ -127,16 +154,10 @@ class ChatTemplates:
         return name, self._sources[name]
 
     def _render(self, name: str, source: str, variables: dict[str, Any]) -> str:
-        import jinja2
-
         try:
             if name not in self._compiled:
                 self._compiled[name] = _environment().from_string(source)
             return self._compiled[name].render(variables)
-        except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(
-                f"the chat template is broken at line {error.lineno}: {error.message}"
-            ) from error
         except _Refusal as error:
             raise ChatTemplateError(str(error)) from error
         except Exception as error:

@@ -27,6 +27,7 @@ _MAX_PENDING_LEN = 8
 
 class _Stream(Protocol):
     def add(self, token_ids: Iterable[int]) -> str: ...
+    def num_cut_short(self, token_id: int) -> int: ...
     def flush(self) -> str: ...
 
 
@@ -56,6 +57,14 @@ class Detokenizer:
         """Appends tokens and returns the text that is now certain and was not returned before."""
         return self._stream.add(token_ids)
 
+    def num_cut_short(self, token_id: int) -> int:
+        """How many U+FFFD the bytes that wait for the rest of their character become if `token_id` is next.
+
+        As many characters of the text that it brings come before its own. Without rules for single tokens
+        that is not known, and 0.
+        """
+        return self._stream.num_cut_short(token_id)
+
     def flush(self) -> str:
         """Returns what is left, with U+FFFD for a character that was cut short."""
         return self._stream.flush()
@@ -76,6 +85,13 @@ class _ByteStream:
         token_bytes = self._tokenizer.token_bytes
         new = b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in self._skipped])
         return self._strip(self._decoder.decode(new))
+
+    def num_cut_short(self, token_id: int) -> int:
+        if token_id in self._skipped or not self._decoder.getstate()[0]:
+            return 0
+        # A byte of the form 10xxxxxx goes on with a character, any other begins one.
+        first = self._tokenizer.token_bytes(token_id)[:1]
+        return int(first != b"" and not 0x80 <= first[0] < 0xC0)
 
     def flush(self) -> str:
         return self._strip(self._decoder.decode(b"", final=True))
@@ -116,6 +132,9 @@ class _WindowStream:
         if len(self._ids) - self._num_shown < _MAX_PENDING_LEN and self._decode(self._ids).endswith("�"):
             return ""
         return self._advance()
+
+    def num_cut_short(self, token_id: int) -> int:
+        return 0
 
     def flush(self) -> str:
         return self._advance() if len(self._ids) > self._num_shown else ""

@@ -17,6 +17,7 @@ from tokenizers.models import BPE
 from pagedkv.errors import ModelError
 from pagedkv.gguf_header import end_token_ids, read_metadata
 
+from .chat_template import check_template
 from .parts import TokenizerParts
 
 # Values of tokenizer.ggml.token_type.
@@ -73,7 +74,7 @@ def build_gguf_tokenizer(metadata: dict[str, Any], name: str, where: str) -> Tok
         backend=backend,
         special_tokens=special_tokens,
         eos_token_ids=end_token_ids(metadata, len(vocabulary.tokens)),
-        chat_templates=_chat_templates(metadata),
+        chat_templates=_chat_templates(metadata, where),
         template_place="tokenizer.chat_template in the GGUF metadata",
     )
 
@@ -238,11 +239,10 @@ def _set_post_processor(backend: Tokenizer, bos: str | None, eos: str | None) ->
         backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
 
 
-def _chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
+def _chat_templates(metadata: dict[str, Any], where: str) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
-    templates = {
-        key[len(prefix) + 1 :]: value for key, value in metadata.items() if key.startswith(prefix + ".")
-    }
-    if prefix in metadata:
-        templates["default"] = metadata[prefix]
+    templates = {}
+    for key, value in metadata.items():
+        if key == prefix or key.startswith(prefix + "."):
+            templates[key[len(prefix) + 1 :] or "default"] = check_template(value, f"{where}: {key}")
     return templates

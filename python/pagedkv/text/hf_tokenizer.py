@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from pagedkv.errors import ModelError
 
+from .chat_template import check_template
 from .parts import TokenizerParts
 
 if TYPE_CHECKING:
@@ -97,18 +98,25 @@ def _add_missing_tokens(backend: Tokenizer, config: dict[str, Any], named: list[
 
 def _chat_templates(path: Path, configured: Any) -> dict[str, str]:
     """Template files come before what tokenizer_config.json holds."""
-    templates = {
-        file.stem: file.read_text(encoding="utf-8") for file in path.glob("additional_chat_templates/*.jinja")
-    }
+    templates = {file.stem: _template_in(file) for file in path.glob("additional_chat_templates/*.jinja")}
     if (path / "chat_template.jinja").is_file():
-        templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = _template_in(path / "chat_template.jinja")
     if templates or not configured:
         return templates
-    if isinstance(configured, str):
-        return {"default": configured}
     if isinstance(configured, list):
-        return {entry["name"]: entry["template"] for entry in configured}
-    return dict(configured)
+        named = {entry["name"]: entry["template"] for entry in configured}
+    else:
+        named = configured if isinstance(configured, dict) else {"default": configured}
+    place = f"{path / 'tokenizer_config.json'}: chat_template"
+    return {name: check_template(source, place) for name, source in named.items()}
+
+
+def _template_in(file: Path) -> str:
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: the chat template cannot be read as UTF-8: {error}") from error
+    return check_template(source, str(file))
 
 
 def _converted(path: Path, name: str) -> TokenizerParts:
@@ -123,10 +131,11 @@ def _converted(path: Path, name: str) -> TokenizerParts:
     if not loaded.is_fast:
         raise ModelError(f"{path}: the tokenizer {type(loaded).__name__} has no tokenizer.json form")
     template = loaded.chat_template or {}
+    named = template if isinstance(template, dict) else {"default": template}
     return TokenizerParts(
         name=name,
         backend=loaded.backend_tokenizer,
         special_tokens=dict(loaded.special_tokens_map),
         eos_token_ids=() if loaded.eos_token_id is None else (loaded.eos_token_id,),
-        chat_templates={"default": template} if isinstance(template, str) else dict(template),
+        chat_templates={name: check_template(source, str(path)) for name, source in named.items()},
     )

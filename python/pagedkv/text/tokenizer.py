@@ -7,6 +7,7 @@ changes after loading but caches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,9 +16,14 @@ from .detokenizer import Detokenizer
 from .errors import TextError
 from .parts import TokenizerParts
 from .pieces import piece_rules
+from .token_bound import TokenBound, token_bound
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+# Texts below this length are not worth a bound on their tokens; they are encoded in a millisecond.
+_FEW_CHARS = 4096
 
 
 class TextSource(Protocol):
@@ -83,7 +89,9 @@ class Tokenizer:
             TextError: the text holds a lone surrogate, which no encoding can express.
         """
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, which computes offsets as well, this lets other threads run meanwhile.
+            encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoded[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             surrogate = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
             if surrogate is None:
@@ -93,6 +101,16 @@ class Tokenizer:
                 "which is not valid Unicode"
             ) from error
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `encode` certainly gives or exceeds, from the length of the text alone."""
+        if len(text) < _FEW_CHARS or self._token_bound is None:
+            return 0
+        return self._token_bound.fewest_tokens(text)
+
+    @cached_property
+    def _token_bound(self) -> TokenBound | None:
+        return token_bound(self.backend, self.piece_rules)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; ids outside the vocabulary leave nothing.
