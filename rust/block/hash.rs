@@ -7,7 +7,7 @@
 /// Tokens taken by one round of the fold.
 const ROUND_TOKENS: usize = 16;
 
-/// Hashes blocks and salts under the key of this process.
+/// Hashes blocks and namespaces under the key of this process.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct BlockHasher {
     key: [u64; 4],
@@ -20,13 +20,13 @@ impl BlockHasher {
         Self { key, degenerate }
     }
 
-    /// Hash of the root of a salt: where the chain of its first block starts. The length is part of the hash.
-    pub(super) fn root(&self, salt: &[u8]) -> u64 {
+    /// Hash of the root of a namespace, given by its key: where the chain of its first block starts. The length is part of the hash.
+    pub(super) fn root(&self, key: &[u8]) -> u64 {
         if self.degenerate {
             return 0;
         }
-        let mut hash = self.key[0] ^ salt.len() as u64;
-        for chunk in salt.chunks(ROUND_TOKENS * 4) {
+        let mut hash = self.key[0] ^ key.len() as u64;
+        for chunk in key.chunks(ROUND_TOKENS * 4) {
             let mut words = [0; ROUND_TOKENS];
             for (word, bytes) in words.iter_mut().zip(chunk.chunks(4)) {
                 let mut padded = [0; 4];

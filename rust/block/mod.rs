@@ -50,5 +50,5 @@ mod turn;
 pub use config::{Eviction, PoolConfig};
 pub use pool::{BlockPool, BlockState};
 pub use prefix::{Parent, PrefixHit};
-pub use root::RootId;
+pub use root::{Namespace, RootId};
 pub use table::{BlockTable, OutOfBlocks};

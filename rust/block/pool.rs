@@ -8,7 +8,7 @@ use super::config::{Eviction, PoolConfig};
 use super::hash::BlockHasher;
 use super::idle::IdleLists;
 use super::prefix::{Parent, PrefixHit, PrefixIndex};
-use super::root::RootId;
+use super::root::{Namespace, RootId};
 use super::turn::{NUM_CLASSES, TurnWeights};
 use crate::ids::BlockId;
 
@@ -204,10 +204,19 @@ impl BlockPool {
         self.index.nodes[block.index()].hash
     }
 
-    /// Takes a hold on the namespace of `salt`. Different salts share no blocks.
+    /// Takes a hold on the namespace of `salt`, without adapter and with the first weights.
     pub fn root(&mut self, salt: &[u8]) -> RootId {
-        let hash = self.index.hasher.root(salt);
-        self.index.roots.hold(salt, hash)
+        self.namespace(&Namespace {
+            salt,
+            ..Namespace::default()
+        })
+    }
+
+    /// Takes a hold on a namespace. Two that differ in any part share no blocks.
+    pub fn namespace(&mut self, namespace: &Namespace<'_>) -> RootId {
+        let key = namespace.key();
+        let hash = self.index.hasher.root(&key);
+        self.index.roots.hold(&key, hash)
     }
 
     /// Takes one more hold on a namespace that is held.

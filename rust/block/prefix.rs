@@ -1,6 +1,6 @@
 //! The prefix index: a radix tree whose edges are blocks, found through a flat hash table.
 //!
-//! A published block is a node. Its parent is the block before it, or the root of its salt; its hash chains
+//! A published block is a node. Its parent is the block before it, or the root of its namespace; its hash chains
 //! the hashes of both. A lookup hashes all blocks of a prompt first, then probes one after another with the
 //! memory of the next ones already on its way, and accepts a node only if hash, parent and tokens are equal.
 //! By induction over the chain a hit is exact, whatever the hash function does.
@@ -23,10 +23,10 @@ const LINE_TOKENS: usize = 16;
 /// Set in the number of a node that is a root.
 const ROOT_BIT: u32 = 1 << 31;
 
-/// What comes before a block: the root of its salt, or a published block.
+/// What comes before a block: the root of its namespace, or a published block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Parent {
-    /// The block is the first one under a salt.
+    /// The block is the first one in a namespace.
     Root(RootId),
     /// The block follows this one.
     Block(BlockId),

@@ -1,6 +1,6 @@
-//! Roots: one per salt, the parent of every first block under that salt.
+//! Roots: one per namespace, the parent of every first block in it.
 //!
-//! Namespaces are disjoint because their roots are different nodes, told apart by the bytes of the salt and
+//! Namespaces are disjoint because their roots are different nodes, told apart by the bytes of their keys and
 //! not by a hash of them. A root lives as long as somebody holds it or a published block descends from it.
 
 use std::collections::HashMap;
@@ -10,9 +10,36 @@ use std::collections::HashMap;
 #[repr(transparent)]
 pub struct RootId(pub(super) u32);
 
+/// What keys and values depend on beside the tokens: nothing is shared between two namespaces.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Namespace<'a> {
+    /// The client's secret, empty for what all clients share.
+    pub salt: &'a [u8],
+    /// The adapter that changes the weights, empty without one.
+    pub adapter: &'a [u8],
+    /// Counts how often the weights were exchanged.
+    pub model_epoch: u64,
+}
+
+impl Namespace<'_> {
+    /// The namespace as one string of bytes. The salt is framed by its length and the epoch has a fixed one, so
+    /// two namespaces never have the same key.
+    pub(super) fn key(&self) -> Vec<u8> {
+        let salt_len = self.salt.len() as u64;
+        [
+            &salt_len.to_le_bytes(),
+            self.salt,
+            &self.model_epoch.to_le_bytes(),
+            self.adapter,
+        ]
+        .concat()
+    }
+}
+
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Root {
-    pub(super) salt: Box<[u8]>,
+    /// [`Namespace::key`].
+    pub(super) key: Box<[u8]>,
     /// Start of the hash chain.
     pub(super) hash: u64,
     /// Head of the list of first blocks, 0 if there is none.
@@ -26,18 +53,18 @@ pub(super) struct Root {
 pub(super) struct Roots {
     slots: Vec<Option<Root>>,
     unused: Vec<u32>,
-    by_salt: HashMap<Box<[u8]>, RootId>,
+    by_key: HashMap<Box<[u8]>, RootId>,
 }
 
 impl Roots {
-    /// Takes a hold on the root of `salt`, which is made with `hash` if there is none.
-    pub(super) fn hold(&mut self, salt: &[u8], hash: u64) -> RootId {
-        if let Some(&root) = self.by_salt.get(salt) {
+    /// Takes a hold on the root of `key`, which is made with `hash` if there is none.
+    pub(super) fn hold(&mut self, key: &[u8], hash: u64) -> RootId {
+        if let Some(&root) = self.by_key.get(key) {
             self.get_mut(root).num_holds += 1;
             return root;
         }
         let root = Root {
-            salt: salt.into(),
+            key: key.into(),
             hash,
             first_child: 0,
             num_holds: 1,
@@ -50,7 +77,7 @@ impl Roots {
             self.slots.push(Some(root));
             RootId(id)
         };
-        self.by_salt.insert(salt.into(), id);
+        self.by_key.insert(key.into(), id);
         id
     }
 
@@ -59,7 +86,7 @@ impl Roots {
         let root = self.get(id);
         if root.num_holds == 0 && root.first_child == 0 {
             let root = self.slots[id.0 as usize].take().expect("the root was just read");
-            self.by_salt.remove(&root.salt);
+            self.by_key.remove(&root.key);
             self.unused.push(id.0);
         }
     }
@@ -79,7 +106,7 @@ impl Roots {
     }
 
     pub(super) fn len(&self) -> usize {
-        self.by_salt.len()
+        self.by_key.len()
     }
 
     /// The live roots.
@@ -90,22 +117,22 @@ impl Roots {
             .filter_map(|(id, root)| Some((id, root.as_ref()?)))
     }
 
-    /// Checks that the slots and the salts name each other, and that no root outlives its use.
+    /// Checks that the slots and the keys name each other, and that no root outlives its use.
     pub(super) fn check(&self) -> Result<(), String> {
         let mut num_live = 0;
         for (id, root) in self.iter() {
             num_live += 1;
-            if self.by_salt.get(&root.salt) != Some(&id) {
-                return Err(format!("root {} is not found by its salt", id.0));
+            if self.by_key.get(&root.key) != Some(&id) {
+                return Err(format!("root {} is not found by its key", id.0));
             }
             if root.num_holds == 0 && root.first_child == 0 {
                 return Err(format!("root {} outlived its use", id.0));
             }
         }
-        if num_live != self.by_salt.len() || num_live + self.unused.len() != self.slots.len() {
+        if num_live != self.by_key.len() || num_live + self.unused.len() != self.slots.len() {
             return Err(format!(
-                "roots: {num_live} live, {} by salt, {} slots",
-                self.by_salt.len(),
+                "roots: {num_live} live, {} by key, {} slots",
+                self.by_key.len(),
                 self.slots.len()
             ));
         }

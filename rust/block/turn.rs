@@ -21,8 +21,8 @@ pub(super) const NUM_CLASSES: usize = 4;
 const ONE: u64 = 4096;
 const LEAST: u64 = ONE / 8;
 
-/// A hit is late at this part of the scaled age at which blocks are evicted.
-const LATE: u64 = 4;
+/// A hit is late from this part of the scaled age at which blocks are evicted.
+const LATE: u64 = 3;
 
 /// Evictions, in parts of the pool, between two adaptations; and the least number, some dozens of requests: the
 /// blocks of one request come and go together.

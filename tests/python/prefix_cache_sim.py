@@ -39,7 +39,7 @@ class Sim:
         classes = []
         for block in full[:hit]:
             since, turns = self.idle.pop(block)
-            if 0 < self.last_age < 4 * (self.clock - since) * self.weights[turns]:
+            if 0 < self.last_age < 3 * (self.clock - since) * self.weights[turns]:
                 self.late[turns] += 1
             classes.append(min(turns + 1, NUM_CLASSES - 1) if self.counts_turns else 0)
         classes += [0] * (len(full) - hit)

@@ -2,7 +2,7 @@
 
 use super::{HASH_KEY, computed, found, idle, ids, lookup, pool, text};
 use pagedkv::block::{
-    BlockPool, BlockState, BlockTable, Eviction, OutOfBlocks, Parent, PoolConfig, PrefixHit,
+    BlockPool, BlockState, BlockTable, Eviction, Namespace, OutOfBlocks, Parent, PoolConfig, PrefixHit,
 };
 use pagedkv::ids::BlockId;
 
@@ -146,6 +146,34 @@ fn salts_are_disjoint_and_their_roots_go_with_the_last_use() {
     while pool.allocate().is_some() {}
     assert_eq!(pool.num_roots(), 0);
     pool.check().expect("the invariants hold");
+}
+
+#[test]
+fn salt_adapter_and_epoch_are_framed_and_share_nothing() {
+    let mut pool = pool(4, 2);
+    let of = |salt, adapter, model_epoch| Namespace {
+        salt,
+        adapter,
+        model_epoch,
+    };
+    let parts: [(&[u8], &[u8], u64); 8] = [
+        (b"", b"", 0),
+        (b"ab", b"", 0),
+        (b"a", b"b", 0),
+        (b"", b"ab", 0),
+        (b"", b"", 1),
+        (b"", b"\x01", 0),
+        (b"\x01", b"", 0),
+        (&[0; 8], b"", 0),
+    ];
+    let roots = parts.map(|(salt, adapter, epoch)| pool.namespace(&of(salt, adapter, epoch)));
+    assert_eq!(pool.num_roots(), 8);
+    computed(&mut pool, roots[0], &[1, 2]).release(&mut pool);
+    for root in &roots[1..] {
+        assert!(found(&pool, *root, &[1, 2]).is_empty());
+    }
+    assert_eq!(pool.root(b"ab"), roots[1]);
+    assert_eq!(found(&pool, roots[0], &[1, 2]), [1]);
 }
 
 #[test]

@@ -42,7 +42,7 @@ fn run(eviction: Eviction, degenerate_hash: bool) -> Model {
         } else {
             vec![0, 0]
         };
-        tokens.extend((0..1 + draw(9)).map(|_| turn + 1));
+        tokens.extend((0..=draw(9)).map(|_| turn + 1));
         let root = pool.root(b"");
         let hit = lookup(&pool, root, &tokens);
         let num_tokens = u32::try_from(tokens.len()).expect("few");
@@ -65,7 +65,7 @@ fn run(eviction: Eviction, degenerate_hash: bool) -> Model {
         pool.release_root(root);
         model.release(turn as usize);
         assert_eq!(ids(&pool.idle_blocks().collect::<Vec<_>>()), model.idle_order());
-        if draw(3) == 0 && len < 40 || len > 20 && len < 40 {
+        if (draw(3) == 0 || len > 20) && len < 40 {
             open.push(tokens);
         }
     }

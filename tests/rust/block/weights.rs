@@ -28,7 +28,7 @@ impl Weights {
     pub(crate) fn hit(&mut self, class: usize, age: u64) {
         if let Some(last) = self.last
             && last > 0
-            && 4 * self.weighted(class, age) > last
+            && 3 * self.weighted(class, age) > last
         {
             self.classes[class].1 += 1;
         }
