@@ -55,10 +55,10 @@ _HOME = {
     "SamplingParams": "sampling_params",
 }
 
-# libgomp, which runs torch's loops on Linux, reads its environment once, when torch is loaded. By default its
-# idle threads spin for good: with one of two cores taken by something else, the linear layers of a decode took
-# 74 to 261 ms on two threads instead of 16 on one. A bounded spin takes 9 to 25 ms and loses nothing on an idle
-# machine. Whoever has chosen otherwise is heeded.
+# libgomp, which runs torch's loops on Linux, reads its environment once, when torch is loaded. By default
+# its idle threads spin for good: with one of two cores taken by something else, the linear layers of a decode
+# took 74 to 261 ms on two threads instead of 16 on one. A bounded spin takes 9 to 25 ms, and loses nothing on
+# an idle machine. Whoever has chosen otherwise is heeded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
