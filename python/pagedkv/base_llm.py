@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Self, Unpack
 
-from pagedkv.config import EngineConfig, EngineOptions
+from pagedkv.config import EngineConfig, EngineOptions, check_names
 from pagedkv.engine import Engine
 from pagedkv.loading import load
 
@@ -25,10 +25,12 @@ class BaseLLM(ABC):
         """Loads the model; `AsyncLLM` also starts the engine's thread, which its `shutdown` ends.
 
         Raises:
+            TypeError: there is no such option.
             ValueError: an option, or a combination of options and model, is not allowed.
             ModelError: the model cannot be found, read or run.
             BackendUnavailable: the device cannot be used.
         """
+        check_names(type(self).__name__, options)
         self._load(EngineConfig(model=model, **options))
 
     @classmethod

@@ -5,8 +5,10 @@ is also the only reader of the environment (what the Hugging Face libraries read
 """
 
 import argparse
+import difflib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any, Final, TypedDict, get_args
@@ -52,6 +54,29 @@ class EngineOptions(TypedDict, total=False):
     num_blocks: int | None
     threads: int | None
     seed: int | None
+
+
+# Options that other engines have, and what to say to those who are used to them.
+_ELSEWHERE: Final = {
+    "gpu_memory_utilization": "kv_memory sets the size of the cache",
+    "tensor_parallel_size": "one device computes",
+    "quantization": "weights are computed in dtype",
+    "max_seq_len": "it is called max_model_len",
+    "tokenizer": "it comes with the model",
+    "trust_remote_code": "no code of a model is ever run",
+    "swap_space": "a preempted sequence is computed again",
+    "enforce_eager": "there is nothing to choose",
+}
+
+
+def check_names(caller: str, options: Mapping[str, object]) -> None:
+    """Raises TypeError for an option that does not exist, with what may have been meant."""
+    for name in options:
+        if name in EngineOptions.__annotations__:
+            continue
+        close = difflib.get_close_matches(name, ["model", *EngineOptions.__annotations__], n=1)
+        hint = _ELSEWHERE.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+        raise TypeError(f"{caller} has no option {name!r}" + (f": {hint}" if hint else ""))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from pagedkv import _core
+from pagedkv import __version__, _core
 from pagedkv.config import EngineConfig, poison_requested
 from pagedkv.engine import Engine
 from pagedkv.front import Front
@@ -45,6 +45,13 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     device = choose_device(config.device)
     ops = choose(device.type)
     source = resolve(config.model)
+    logger.info(
+        "pagedkv %s, %d threads, kernels for %s, prefix caching %s",
+        __version__,
+        config.num_threads,
+        _core.cpu_isa() if device.type == "cpu" else device,
+        "on" if config.enable_prefix_caching else "off",
+    )
     logger.info("loading %s from %s onto %s", source.name, source.path, device)
     loaded = load_model(source, config.dtype, device, progress=sys.stderr.isatty())
     logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)

@@ -1,6 +1,7 @@
 """The options of an engine: defaults, refusals, and the command line."""
 
 import argparse
+import re
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
@@ -9,6 +10,7 @@ from pagedkv.config import (
     EngineConfig,
     EngineOptions,
     add_cli_options,
+    check_names,
     from_cli,
     parse_bytes,
     poison_requested,
@@ -160,3 +162,17 @@ def test_any_other_poison_is_refused(monkeypatch):
     monkeypatch.setenv("PAGEDKV_POISON", "yes")
     with pytest.raises(ValueError, match=r"^PAGEDKV_POISON is 'yes', allowed: 0 or 1$"):
         poison_requested()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("modle", "did you mean 'model'?"),
+        ("max_num_seq", "did you mean 'max_num_seqs'?"),
+        ("gpu_memory_utilization", "kv_memory sets the size of the cache"),
+        ("xyz", "LLM has no option 'xyz'"),
+    ],
+)
+def test_an_unknown_option_is_named_with_what_may_be_meant(name, hint):
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        check_names("LLM", {"block_size": 16, name: 1})

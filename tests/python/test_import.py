@@ -36,6 +36,20 @@ def test_the_import_loads_one_module_of_the_package():
     assert run(code).strip() == "['pagedkv']"
 
 
+@pytest.mark.parametrize(
+    ("given", "spin_count"),
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_idle_openmp_threads_do_not_spin_for_good(given, spin_count):
+    code = (
+        "import os\n"
+        "for name in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'): os.environ.pop(name, None)\n"
+        f"os.environ.update({given})\n"
+        "import pagedkv; print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    assert run(code).strip() == spin_count
+
+
 def test_the_callers_side_needs_no_torch():
     loaded = run("import sys, pagedkv.front; print({'torch', 'transformers'} & set(sys.modules))")
     assert loaded.strip() == "set()"

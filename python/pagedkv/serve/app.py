@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pagedkv.serve import middleware
+from pagedkv.serve.activity import report_activity
 from pagedkv.serve.malformed import quiet_malformed
 from pagedkv.serve.metrics import Metrics
 from pagedkv.serve.routes import routes
@@ -46,6 +47,7 @@ def build_app(engine: "AsyncLLM", options: ServeOptions) -> web.Application:
     app[SERVED] = Served(engine, options, metrics)
     app.add_routes(routes())
     app.on_response_prepare.append(middleware.add_headers)
+    app.cleanup_ctx.append(report_activity)
     app.on_shutdown.append(_end_engine)
     return app
 
