@@ -71,7 +71,11 @@ class Core:
         enable_prefix_caching: bool = True,
         eviction: str = "turn",
         max_queued_requests: int = 4096,
-    ) -> Core: ...
+    ) -> Core:
+        """Builds a core. `eviction` is "lru", or "turn", which keeps longer what requests came back to.
+
+        Raises ValueError naming a field that is out of bounds, its value and what is allowed.
+        """
     @property
     def edge(self) -> Edge: ...
     @property

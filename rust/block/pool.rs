@@ -271,6 +271,48 @@ impl BlockPool {
         Some(block)
     }
 
+    /// Takes `num_blocks` blocks for one table, as [`Self::allocate`] does one after another, and appends them.
+    /// Returns whether there were so many; if not, all that there were are taken.
+    pub fn allocate_into(&mut self, num_blocks: usize, blocks: &mut Vec<BlockId>) -> bool {
+        let rest = self.free.len().saturating_sub(num_blocks);
+        let num_free = self.free.len() - rest;
+        for &block in &self.free[rest..] {
+            self.index.nodes[block.index()].num_tables = 1;
+        }
+        blocks.extend(self.free.drain(rest..).rev());
+        self.num_allocations += num_free as u64;
+        for _ in num_free..num_blocks {
+            let Some(block) = self.allocate() else {
+                return false;
+            };
+            blocks.push(block);
+        }
+        true
+    }
+
+    /// Takes a table from the holders of blocks, in their order, as [`Self::release`] does one after another.
+    ///
+    /// # Panics
+    /// If no table holds one of them.
+    pub fn release_all(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        // Aside, the list's length need not go through memory for every block.
+        let mut free = std::mem::take(&mut self.free);
+        for block in blocks {
+            let node = &mut self.index.nodes[block.index()];
+            if node.num_tables == 1 && node.parent == 0 && !node.is_leased {
+                node.num_tables = 0;
+                free.push(block);
+            } else {
+                self.release(block);
+            }
+        }
+        debug_assert!(
+            self.free.is_empty(),
+            "whatever becomes free went to the list aside"
+        );
+        self.free = free;
+    }
+
     /// Adds a table to the holders of a block that is owned, idle or fenced. Whoever shares a block must
     /// share the blocks before it too.
     ///

@@ -167,9 +167,8 @@ impl BlockTable {
                 self.replace(pool, idx, keeps_tokens.then_some(&mut *copies));
             }
         }
-        for _ in 0..self.growth(num_tokens) {
-            self.blocks.push(pool.allocate().expect("the cost was available"));
-        }
+        let taken = pool.allocate_into(self.growth(num_tokens) as usize, &mut self.blocks);
+        assert!(taken, "the cost was available");
         self.num_published = self.num_published.min(count(first));
         Ok(())
     }
@@ -293,9 +292,8 @@ impl BlockTable {
 
     /// Releases the blocks from `num_blocks` on, tail first; those that are published stay findable.
     pub fn release_tail(&mut self, pool: &mut BlockPool, num_blocks: u32) {
-        while let Some(block) = self.pop_beyond(num_blocks as usize) {
-            pool.release(block);
-        }
+        let kept = self.blocks.len().min(num_blocks as usize);
+        pool.release_all(self.blocks.drain(kept..).rev());
         self.shortened(pool, num_blocks);
     }
 

@@ -146,7 +146,9 @@ impl Scheduler {
         };
         let preemptions = self.stats.preemptions;
         let num_decodes = self.schedule_running(&mut budget, true);
-        self.schedule_running(&mut budget, false);
+        if (num_decodes as usize) < self.queues.num_running() {
+            self.schedule_running(&mut budget, false);
+        }
         if self.stats.preemptions == preemptions {
             self.admit_waiting(&mut budget);
         }
