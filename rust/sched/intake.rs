@@ -11,11 +11,23 @@ use super::request::{FinishReason, Request};
 use super::scheduler::Scheduler;
 use super::sequence::Sequence;
 
+/// Requests that one step takes in at most. Without a bound a client that submits and aborts as fast as it can would
+/// keep the step from being taken.
+const MAX_ARRIVALS_PER_STEP: u32 = 256;
+
 impl Scheduler {
     /// Takes in requests first, so that an early end finds the request that it names.
     pub(super) fn drain(&mut self) {
-        while let Some(request) = self.inbox.pop() {
+        let mut num_arrivals = 0;
+        while num_arrivals < MAX_ARRIVALS_PER_STEP
+            && let Some(request) = self.inbox.pop()
+        {
             self.enqueue(request);
+            num_arrivals += 1;
+        }
+        if num_arrivals == MAX_ARRIVALS_PER_STEP {
+            // There may be more, whose bell has been answered already.
+            self.edge.wake();
         }
         let shared = Arc::clone(&self.edge.shared);
         for finish in shared.finishes.take_all() {

@@ -243,3 +243,39 @@ fn the_schedule_follows_from_the_commands() {
     assert_eq!(first.1, second.1);
     assert!(first.0 == second.0, "two runs of the same commands differ");
 }
+
+#[test]
+fn a_flood_of_arrivals_is_taken_in_over_several_steps() {
+    let mut simulator = Simulator::new(CoreConfig {
+        max_queued_requests: 2000,
+        max_num_seqs: 1,
+        ..config(64, 4)
+    });
+    let running = simulator.submit(&prompt(0, 4), &steadily(40));
+    simulator.step();
+    for seed in 0..600 {
+        simulator.submit(&prompt(seed, 4), &steadily(1));
+    }
+    let num_waiting = |simulator: &mut Simulator| {
+        simulator.step();
+        simulator.scheduler.edge().stats().num_waiting
+    };
+    assert_eq!(
+        [256, 512, 600],
+        [
+            num_waiting(&mut simulator),
+            num_waiting(&mut simulator),
+            num_waiting(&mut simulator)
+        ]
+    );
+    assert_eq!(
+        simulator.generated[&(running, 0)].len(),
+        4,
+        "every step went on with what ran"
+    );
+    assert!(
+        simulator.scheduler.edge().wait(std::time::Duration::ZERO),
+        "whoever is left rings again"
+    );
+    simulator.run(700);
+}
