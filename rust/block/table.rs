@@ -66,6 +66,15 @@ impl BlockTable {
         &self.blocks
     }
 
+    /// The blocks as words of the arena. Block ids stay under 2^31, since slots have to fit an int32.
+    #[inline]
+    pub fn words(&self) -> &[i32] {
+        let blocks = self.blocks.as_slice();
+        // SAFETY: a `BlockId` is a transparent u32, so pointer and length describe as many i32 of the same layout, and
+        // every bit pattern is one. The slice borrows from `self` like the one it is made of.
+        unsafe { std::slice::from_raw_parts(blocks.as_ptr().cast::<i32>(), blocks.len()) }
+    }
+
     /// Number of blocks.
     #[inline]
     pub fn len(&self) -> u32 {
@@ -246,7 +255,8 @@ impl BlockTable {
             num_full <= self.blocks.len(),
             "{num_computed} computed tokens are more than the table holds"
         );
-        if !pool.prefix_caching() || self.epoch != pool.epoch() {
+        // Most steps fill no block, and then nothing but the table's own counts is looked at.
+        if num_full <= self.num_published as usize || !pool.prefix_caching() || self.epoch != pool.epoch() {
             return;
         }
         let size = self.block_size as usize;

@@ -206,22 +206,20 @@ impl Scheduler {
         }
         let num_tokens_left = self.queues.running().map(|idx| {
             let sequence = self.sequences.get(idx);
-            let max_tokens = self.requests.of(sequence.request).request.params.max_tokens;
-            max_tokens - sequence.num_generated()
+            sequence.end_rule.max_tokens - sequence.num_generated()
         });
         policy::growth_margin(num_tokens_left, self.config.num_blocks, self.config.block_size)
     }
 
     /// Tokens found again after a preemption are no prefix hits: the cache only gives back what it took.
     fn count_hit(&mut self, idx: SeqIdx) {
-        let sequence = self.sequences.get(idx);
+        let sequence = self.sequences.get_mut(idx);
         let (num_tokens, num_hit) = (sequence.num_tokens(), sequence.num_computed);
-        let live = self.requests.of_mut(sequence.request);
-        if live.num_cached_tokens.is_some() {
+        if sequence.words.num_cached_tokens().is_some() {
             self.stats.recompute_hits += u64::from(num_hit);
             return;
         }
-        live.num_cached_tokens = Some(num_hit);
+        sequence.words.set_num_cached_tokens(num_hit);
         self.stats.prefix_queries += u64::from(num_tokens);
         self.stats.prefix_hits += u64::from(num_hit);
     }

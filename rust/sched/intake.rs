@@ -9,7 +9,8 @@ use super::live::LiveRequest;
 use super::queues::QueueKey;
 use super::request::{FinishReason, Request};
 use super::scheduler::Scheduler;
-use super::sequence::Sequence;
+use super::sequence::{EndRule, Sequence};
+use super::step::RowWords;
 
 /// Requests that one step takes in at most. Without a bound a client that submits and aborts as fast as it can would
 /// keep the step from being taken.
@@ -56,6 +57,8 @@ impl Scheduler {
             request: id,
             tenant,
             key,
+            words: RowWords::new(id, &request.params),
+            end_rule: EndRule::new(&request.params),
             prompt_len: u32::try_from(tokens.len()).expect("submit bounds the prompt"),
             tokens,
             num_computed: 0,
@@ -73,7 +76,6 @@ impl Scheduler {
         self.requests.insert(LiveRequest {
             request,
             sequences: vec![idx],
-            num_cached_tokens: None,
         });
         // An abort that came before this moment was raised for a request which no scan could find yet.
         if self.edge.shared.flags.is_aborted(id) {

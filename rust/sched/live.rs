@@ -10,8 +10,6 @@ pub(super) struct LiveRequest {
     pub(super) request: Box<Request>,
     /// Its sequences: one until the prompt is computed, then one per sample that has not ended.
     pub(super) sequences: Vec<SeqIdx>,
-    /// Prompt tokens that the first admission found in the cache. None before it.
-    pub(super) num_cached_tokens: Option<u32>,
 }
 
 #[derive(Debug)]

@@ -322,17 +322,14 @@ impl Scheduler {
         let mut writer = Writer::new(arena, &header, num_table_blocks, block_size);
         for part in &self.scheduled {
             let sequence = self.sequences.get(part.seq);
-            let live = self.requests.of(sequence.request);
             let start = part.num_computed;
             writer.part(&Part {
-                request: sequence.request,
                 tokens: &sequence.tokens[start as usize..(start + part.num_tokens) as usize],
                 start,
                 table: sequence.table(),
                 sample_index: sequence.key.sample_index,
                 num_rows: part.num_rows,
-                params: &live.request.params,
-                num_cached_tokens: live.num_cached_tokens.expect("only what was admitted runs"),
+                words: &sequence.words,
             });
         }
         writer.finish(&self.copies, self.ended.drain(..num_ended));
@@ -411,6 +408,8 @@ impl Scheduler {
             request,
             tenant,
             key,
+            words: sequence.words.of_sample(sample_index),
+            end_rule: sequence.end_rule,
             tokens,
             prompt_len: sequence.prompt_len,
             num_computed: if has_place { sequence.num_computed } else { 0 },
@@ -435,14 +434,18 @@ impl Scheduler {
 
     fn finish_state(&self, idx: SeqIdx) -> Option<FinishReason> {
         let sequence = self.sequences.get(idx);
-        let params = &self.requests.of(sequence.request).request.params;
+        let rule = sequence.end_rule;
         let token = *sequence.tokens.last().expect("a sequence has tokens");
-        if (!params.ignore_eos && self.config.eos_token_ids.contains(&token))
-            || params.stop_token_ids.contains(&token)
+        let is_stop_token = || {
+            let params = &self.requests.of(sequence.request).request.params;
+            params.stop_token_ids.contains(&token)
+        };
+        if (!rule.ignore_eos && self.config.eos_token_ids.contains(&token))
+            || (rule.has_stop_tokens && is_stop_token())
         {
             return Some(FinishReason::Stop);
         }
-        (sequence.num_generated() >= params.max_tokens).then_some(FinishReason::Length)
+        (sequence.num_generated() >= rule.max_tokens).then_some(FinishReason::Length)
     }
 }
 

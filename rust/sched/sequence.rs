@@ -5,6 +5,27 @@ use crate::ids::RequestId;
 
 use super::fairness::TenantIdx;
 use super::queues::QueueKey;
+use super::request::SamplingParams;
+use super::step::RowWords;
+
+/// When a sample ends, as far as that has to be known for every token.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EndRule {
+    pub(super) max_tokens: u32,
+    pub(super) ignore_eos: bool,
+    /// Whether the request names stop tokens of its own; they stay with it.
+    pub(super) has_stop_tokens: bool,
+}
+
+impl EndRule {
+    pub(super) const fn new(params: &SamplingParams) -> Self {
+        Self {
+            max_tokens: params.max_tokens,
+            ignore_eos: params.ignore_eos,
+            has_stop_tokens: !params.stop_token_ids.is_empty(),
+        }
+    }
+}
 
 /// It runs while it has a block table, and waits otherwise.
 #[derive(Debug)]
@@ -12,6 +33,9 @@ pub(super) struct Sequence {
     pub(super) request: RequestId,
     pub(super) tenant: TenantIdx,
     pub(super) key: QueueKey,
+    /// What its rows in the arena say of it and its request.
+    pub(super) words: RowWords,
+    pub(super) end_rule: EndRule,
     /// Prompt and generated tokens.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: u32,
