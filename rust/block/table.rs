@@ -147,7 +147,28 @@ impl BlockTable {
     ///
     /// # Panics
     /// If `num_computed` is beyond the table or beyond `num_tokens`.
+    #[inline]
     pub fn reserve(
+        &mut self,
+        pool: &mut BlockPool,
+        num_computed: u32,
+        num_tokens: u32,
+        copies: &mut Vec<(BlockId, BlockId)>,
+    ) -> Result<(), OutOfBlocks> {
+        if num_computed + 1 == num_tokens {
+            // A decode step, in most of which the block that it writes is at hand.
+            let first = self.blocks_within(num_computed);
+            let block = self.blocks.get(first as usize);
+            if block.is_some_and(|&block| pool.is_writable(block)) && first + 1 == self.len() {
+                self.num_published = self.num_published.min(first);
+                return Ok(());
+            }
+        }
+        self.reserve_range(pool, num_computed, num_tokens, copies)
+    }
+
+    /// [`Self::reserve`] in general.
+    fn reserve_range(
         &mut self,
         pool: &mut BlockPool,
         num_computed: u32,
@@ -249,14 +270,22 @@ impl BlockTable {
     ///
     /// # Panics
     /// If `num_computed` is beyond the table or beyond `tokens`.
+    #[inline]
     pub fn publish(&mut self, pool: &mut BlockPool, tokens: &[u32], num_computed: u32) {
+        // Most steps fill no block, and then nothing but the table's own counts is looked at.
+        if self.blocks_within(num_computed) > self.num_published {
+            self.publish_full(pool, tokens, num_computed);
+        }
+    }
+
+    /// [`Self::publish`] where there may be a block to publish.
+    fn publish_full(&mut self, pool: &mut BlockPool, tokens: &[u32], num_computed: u32) {
         let num_full = self.blocks_within(num_computed) as usize;
         assert!(
             num_full <= self.blocks.len(),
             "{num_computed} computed tokens are more than the table holds"
         );
-        // Most steps fill no block, and then nothing but the table's own counts is looked at.
-        if num_full <= self.num_published as usize || !pool.prefix_caching() || self.epoch != pool.epoch() {
+        if !pool.prefix_caching() || self.epoch != pool.epoch() {
             return;
         }
         let size = self.block_size as usize;

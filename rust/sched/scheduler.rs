@@ -158,6 +158,7 @@ impl Scheduler {
             self.step_id -= 1;
             self.pool.end_step();
         }
+        self.count_wasted_slots();
         self.publish_stats();
         Ok((header.num_tokens + header.num_ended > 0).then_some(header))
     }
@@ -176,12 +177,15 @@ impl Scheduler {
             });
         }
         states.clear();
+        states.reserve(rows);
+        let num_changes = self.queues.num_changes();
         let scheduled = std::mem::take(&mut self.scheduled);
-        let mut row = 0;
+        let mut tokens = tokens;
         for part in &scheduled {
+            self.stats.scheduled_tokens += u64::from(part.num_tokens);
             self.advance(*part);
-            let sampled = &tokens[row..row + part.num_rows as usize];
-            row += sampled.len();
+            let (sampled, rest) = tokens.split_at(part.num_rows as usize);
+            tokens = rest;
             match *sampled {
                 [] => {}
                 [token] => self.append(part.seq, token, states),
@@ -191,6 +195,10 @@ impl Scheduler {
         self.scheduled = scheduled;
         self.end_step();
         self.stats.steps += 1;
+        self.stats.generation_tokens += rows as u64;
+        if self.queues.num_changes() != num_changes {
+            self.count_wasted_slots();
+        }
         self.publish_stats();
         Ok(())
     }
@@ -210,6 +218,7 @@ impl Scheduler {
             self.end_request(request, FinishReason::Error);
         }
         self.end_step();
+        self.count_wasted_slots();
         self.publish_stats();
         Ok(())
     }
@@ -320,17 +329,23 @@ impl Scheduler {
             .map(|part| self.config.blocks_for(part.num_computed + part.num_tokens) as usize)
             .sum();
         let mut writer = Writer::new(arena, &header, num_table_blocks, block_size);
-        for part in &self.scheduled {
-            let sequence = self.sequences.get(part.seq);
+        let (decodes, others) = self.scheduled.split_at(num_decodes as usize);
+        let sequences = &self.sequences;
+        let describe = |part: &Scheduled| {
+            let sequence = sequences.get(part.seq);
             let start = part.num_computed;
-            writer.part(&Part {
+            Part {
                 tokens: &sequence.tokens[start as usize..(start + part.num_tokens) as usize],
                 start,
                 table: sequence.table(),
                 sample_index: sequence.key.sample_index,
                 num_rows: part.num_rows,
                 words: &sequence.words,
-            });
+            }
+        };
+        writer.decodes(decodes.iter().map(describe));
+        for part in others.iter().map(describe) {
+            writer.part(&part);
         }
         writer.finish(&self.copies, self.ended.drain(..num_ended));
         self.stats.copies += self.copies.len() as u64;
@@ -354,7 +369,6 @@ impl Scheduler {
         self.stats.prompt_tokens += u64::from(num_new_prompt);
         self.tenants
             .charge(sequence.tenant, num_new_prompt, part.num_rows);
-        self.stats.scheduled_tokens += u64::from(part.num_tokens);
         let table = sequence
             .table
             .as_mut()
@@ -385,7 +399,6 @@ impl Scheduler {
 
     /// Says whether a sequence goes on after its last token, and ends it if not.
     fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
-        self.stats.generation_tokens += 1;
         let state = self.finish_state(idx);
         states.push(state.map_or(0, |reason| reason as i32));
         if let Some(reason) = state {

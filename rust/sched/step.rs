@@ -300,25 +300,54 @@ impl<'a> Writer<'a> {
         writer
     }
 
+    /// Writes the first sequences, which decode: the number of a sequence is that of its token and of its row.
+    pub(super) fn decodes<'p>(&mut self, parts: impl ExactSizeIterator<Item = Part<'p>>) {
+        let num = parts.len();
+        for (out, number) in self.sample_rows[..num].iter_mut().zip(0..) {
+            *out = number;
+        }
+        for (out, number) in self.query_start[1..=num].iter_mut().zip(1..) {
+            *out = number;
+        }
+        // Zipped, all columns share one check of the bounds.
+        let columns = (self.token_ids[..num].iter_mut())
+            .zip(&mut self.positions[..num])
+            .zip(&mut self.slot_mapping[..num])
+            .zip(&mut self.seq_lens[..num])
+            .zip(&mut self.table_start[1..=num])
+            .zip(&mut self.sampling[..num])
+            .zip(&mut self.rows[..num]);
+        let mut num_blocks = 0;
+        for (part, ((((((token, position), slot), seq_len), table_end), sampling), row)) in parts.zip(columns) {
+            *token = part.tokens[0].cast_signed();
+            *position = part.start.cast_signed();
+            *slot = part.table.slot(part.start);
+            let end = part.start + 1;
+            *seq_len = end.cast_signed();
+            let blocks = &part.table.words()[..(end as usize + (1 << self.shift) - 1) >> self.shift];
+            self.block_ids[num_blocks..][..blocks.len()].copy_from_slice(blocks);
+            num_blocks += blocks.len();
+            *table_end = word(num_blocks);
+            *sampling = part.words.sampling;
+            sampling[POSITION] = end.cast_signed();
+            *row = part.words.row;
+        }
+        (self.num_tokens, self.num_sequences, self.num_rows) = (num, num, num);
+        self.num_table_blocks = num_blocks;
+    }
+
     /// Appends one sequence.
     pub(super) fn part(&mut self, part: &Part<'_>) {
         let num_tokens = part.tokens.len();
         let tokens = self.num_tokens..self.num_tokens + num_tokens;
-        if let [token] = *part.tokens {
-            // A decode, without the set-up of loops over many tokens.
-            self.token_ids[tokens.start] = token.cast_signed();
-            self.positions[tokens.start] = part.start.cast_signed();
-            self.slot_mapping[tokens.start] = part.table.slot(part.start);
-        } else {
-            for (out, &token) in self.token_ids[tokens.clone()].iter_mut().zip(part.tokens) {
-                *out = token.cast_signed();
-            }
-            for (out, position) in self.positions[tokens.clone()].iter_mut().zip(part.start..) {
-                *out = position.cast_signed();
-            }
-            for (out, position) in self.slot_mapping[tokens.clone()].iter_mut().zip(part.start..) {
-                *out = part.table.slot(position);
-            }
+        for (out, &token) in self.token_ids[tokens.clone()].iter_mut().zip(part.tokens) {
+            *out = token.cast_signed();
+        }
+        for (out, position) in self.positions[tokens.clone()].iter_mut().zip(part.start..) {
+            *out = position.cast_signed();
+        }
+        for (out, position) in self.slot_mapping[tokens.clone()].iter_mut().zip(part.start..) {
+            *out = part.table.slot(position);
         }
         self.num_tokens = tokens.end;
         let seq_len = part.start as usize + num_tokens;
