@@ -115,7 +115,11 @@ impl BlockTable {
         for (&block, &hash) in hit.blocks[..num_blocks as usize].iter().zip(&hit.hashes) {
             let current = pool.parent(block) == Some(parent) && pool.hash(block) == hash;
             assert!(current, "block {} of the hit has been evicted", block.0);
-            pool.reuse(block);
+            if hit.is_resumed {
+                pool.share(block);
+            } else {
+                pool.reuse(block);
+            }
             self.blocks.push(block);
             parent = Parent::Block(block);
         }

@@ -132,7 +132,11 @@ impl Queues {
 
     /// Whether the orders that the lookups rely on hold.
     pub(super) fn is_ordered(&self) -> bool {
-        let num_forks = self.running.iter().filter(|(key, _)| key.sample_index > 0).count();
+        let num_forks = self
+            .running
+            .iter()
+            .filter(|(key, _)| key.sample_index > 0)
+            .count();
         self.running.is_sorted_by_key(|&(key, _)| key)
             && self.by_age.len() == self.waiting.len()
             && self.num_forks == num_forks

@@ -9,12 +9,12 @@ use crate::error::{InvalidConfig, StepError};
 use crate::ids::{BlockId, RequestId};
 use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, inbox};
 
-use super::edge::{Edge, Shared};
+use super::edge::{Edge, Shared, Submission};
 use super::fairness::Tenants;
 use super::live::LiveRequests;
 use super::policy;
 use super::queues::{QueueKey, Queues};
-use super::request::{FinishReason, Request};
+use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
 use super::step::{self, Ended, Part, StepHeader, Writer};
@@ -50,7 +50,7 @@ pub struct Scheduler {
     pub(super) num_arrived: u64,
     /// Admissions of all sequences, repeated ones too: the clock by which waiting is measured.
     pub(super) num_admitted: u64,
-    pub(super) inbox: Receiver<Box<Request>>,
+    pub(super) inbox: Receiver<Submission>,
     pub(super) edge: Edge,
 }
 
@@ -64,19 +64,20 @@ impl Scheduler {
         step::check_arena_len(&config)?;
         let capacity = config.max_queued_requests as usize;
         let (sender, receiver) = inbox(capacity);
-        let shared = Arc::new(Shared {
-            config: config.clone(),
-            finishes: PushChain::new(),
-            flags: RequestFlags::new(capacity),
-            parker: Parker::new(),
-            stats: StatsCell::new(),
-        });
         let pool = BlockPool::new(PoolConfig {
             num_blocks: config.num_blocks,
             block_size: config.block_size,
             prefix_caching: config.prefix_caching,
             eviction: config.eviction,
             hash_key,
+        });
+        let shared = Arc::new(Shared {
+            config: config.clone(),
+            hasher: pool.hasher(),
+            finishes: PushChain::new(),
+            flags: RequestFlags::new(capacity),
+            parker: Parker::new(),
+            stats: StatsCell::new(),
         });
         let mut scheduler = Self {
             config,

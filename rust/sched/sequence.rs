@@ -48,7 +48,8 @@ pub(super) struct Sequence {
     /// Tokens computed before the last preemption: computing them again is no new work.
     pub(super) num_computed_before: u32,
     pub(super) num_preemptions: u32,
-    /// Chain hashes of its full blocks as of the last admission, to see who computes what others wait for.
+    /// Chain hashes of its leading full blocks: those of the prompt from the start, those of generated tokens since the
+    /// last attempt to admit it.
     pub(super) hashes: Vec<u64>,
     /// Steps in which it did not fit and another one was looked at instead.
     pub(super) num_passed: u32,

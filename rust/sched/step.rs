@@ -318,7 +318,8 @@ impl<'a> Writer<'a> {
             .zip(&mut self.sampling[..num])
             .zip(&mut self.rows[..num]);
         let mut num_blocks = 0;
-        for (part, ((((((token, position), slot), seq_len), table_end), sampling), row)) in parts.zip(columns) {
+        for (part, ((((((token, position), slot), seq_len), table_end), sampling), row)) in parts.zip(columns)
+        {
             *token = part.tokens[0].cast_signed();
             *position = part.start.cast_signed();
             *slot = part.table.slot(part.start);
