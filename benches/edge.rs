@@ -96,6 +96,7 @@ fn main() {
         max_model_len: 4096,
         eos_token_ids: Vec::new(),
         prefix_caching: true,
+        partial_matching: true,
         eviction: Eviction::default(),
         max_queued_requests: 4096,
     };

@@ -27,6 +27,8 @@ pub struct CoreConfig {
     pub eos_token_ids: Vec<u32>,
     /// Whether computed blocks can be found again by their prefix.
     pub prefix_caching: bool,
+    /// Whether the beginning of a cached block can be found as well.
+    pub partial_matching: bool,
     /// Which cached block is given up when none is free.
     pub eviction: Eviction,
     /// Requests that may be in flight, waiting or running.

@@ -69,10 +69,13 @@ class Core:
         max_model_len: int,
         eos_token_ids: Sequence[int] = ...,
         enable_prefix_caching: bool = True,
+        partial_matching: bool = True,
         eviction: str = "turn",
         max_queued_requests: int = 4096,
     ) -> Core:
         """Builds a core. `eviction` is "lru", or "turn", which keeps longer what requests came back to.
+
+        Without `partial_matching` only whole blocks are found again.
 
         Raises ValueError naming a field that is out of bounds, its value and what is allowed.
         """

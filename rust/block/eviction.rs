@@ -74,7 +74,7 @@ impl BlockPool {
     fn unpublish_tree(&mut self, block: BlockId) {
         let mut node = block;
         loop {
-            if let Some(child) = self.index.first_child(node) {
+            if let Some(child) = self.index.first_child(Parent::Block(node)) {
                 node = child;
                 continue;
             }
@@ -108,9 +108,15 @@ impl BlockPool {
         }
     }
 
-    /// Puts a published block that nobody holds any more on the list of its class.
+    /// Puts a published block that nobody holds any more on the list of its class. What a longer block begins
+    /// with needs no block of its own.
     #[inline]
     pub(super) fn retire(&mut self, block: BlockId) {
+        if self.index.is_partial(block) && self.index.is_extended(block) {
+            self.index.remove(block);
+            self.free.push(block);
+            return;
+        }
         let class = self.index.class(block);
         self.idle.push_back(block, class, self.num_allocations);
     }
@@ -122,6 +128,10 @@ impl BlockPool {
         }
         if !self.is_published(block) {
             self.free.push(block);
+            return;
+        }
+        if self.index.is_partial(block) && self.index.is_extended(block) {
+            self.retire(block);
             return;
         }
         // Its parent may have become idle while it was fenced. It must be evicted before that parent, and so it

@@ -44,6 +44,7 @@ mod idle;
 mod pool;
 mod prefix;
 mod root;
+mod siblings;
 mod table;
 mod turn;
 

@@ -30,6 +30,7 @@ pub enum BlockState {
 pub struct BlockPool {
     block_size: u32,
     prefix_caching: bool,
+    partial_matching: bool,
     /// A stack, so that the block released last is used first, while it may still be in a cache.
     pub(super) free: Vec<BlockId>,
     pub(super) idle: IdleLists,
@@ -68,12 +69,14 @@ impl BlockPool {
             num_blocks,
             block_size,
             prefix_caching,
+            partial_matching,
             eviction,
             ..
         } = *config;
         Self {
             block_size,
             prefix_caching,
+            partial_matching,
             free: (1..=num_blocks).rev().map(BlockId).collect(),
             idle: IdleLists::new(num_blocks),
             eviction,
@@ -240,14 +243,18 @@ impl BlockPool {
         count(self.index.roots.len())
     }
 
-    /// Finds the longest chain of published blocks that starts `tokens` under `root`. Changes nothing in the
-    /// pool, in particular not the order of eviction.
+    /// Finds the longest chain of published blocks that starts `tokens` under `root`, and after it the block
+    /// that begins with the most of what follows, where that is worth a copy. Changes nothing in the pool, in
+    /// particular not the order of eviction.
     pub fn lookup(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
         hit.blocks.clear();
         hit.hashes.clear();
-        hit.num_idle = 0;
+        (hit.num_tokens, hit.num_full, hit.num_idle) = (0, 0, 0);
         if self.prefix_caching {
             self.index.lookup(root, tokens, hit);
+            if self.partial_matching {
+                self.index.look_up_partial(root, tokens, hit);
+            }
             hit.num_idle = self.num_idle_among(&hit.blocks);
         }
     }
@@ -361,14 +368,15 @@ impl BlockPool {
         self.index.hasher.block(self.index.chain_hash(parent), tokens)
     }
 
-    /// Makes a full block findable, and returns the block that a lookup will find: an older one if one with
-    /// the same tokens and parent is published already, and then nothing changes here. Without prefix caching
-    /// nothing is published.
+    /// Makes a block findable, and returns the block that a lookup will find: an older one if one with the same
+    /// tokens and parent is published already, and then nothing changes here. Without prefix caching nothing is
+    /// published. An idle block whose tokens this one begins with becomes free.
     ///
     /// `hash` is that of [`Self::chain_hash`].
     ///
     /// # Panics
-    /// If the block is not held, is published already, or is not full, or if its parent is not published.
+    /// If the block is not held, is published already, holds no tokens or too many, or if its parent is not
+    /// published or not full.
     pub fn publish(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[u32]) -> BlockId {
         assert!(
             self.index.nodes[block.index()].num_tables > 0,
@@ -377,13 +385,14 @@ impl BlockPool {
         );
         assert!(!self.is_published(block), "block {} was published twice", block.0);
         assert!(
-            tokens.len() == self.block_size as usize,
-            "block {} was published but is not full",
-            block.0
+            (1..=self.block_size as usize).contains(&tokens.len()),
+            "block {} was published with {} tokens",
+            block.0,
+            tokens.len()
         );
         if let Parent::Block(parent) = parent {
             assert!(
-                self.is_published(parent),
+                self.is_published(parent) && !self.index.is_partial(parent),
                 "block {} was published before its parent",
                 block.0
             );
@@ -399,8 +408,28 @@ impl BlockPool {
         if let Some(canonical) = self.index.find(hash, parent, tokens) {
             return canonical;
         }
+        if self.partial_matching
+            && let Some(beginning) = self.index.extended_by(parent, tokens)
+            && self.idle.contains(beginning)
+        {
+            self.idle.remove(beginning);
+            self.index.remove(beginning);
+            self.free.push(beginning);
+        }
         self.index.insert(block, parent, hash, tokens);
         block
+    }
+
+    /// Whether a published child of `parent` begins with `tokens`.
+    pub(super) fn is_known(&self, parent: Parent, tokens: &[u32]) -> bool {
+        let closest = self.index.neighbours(parent, tokens).closest();
+        closest.is_some_and(|closest| closest.num_common == tokens.len())
+    }
+
+    /// Whether blocks that are not full are published, and the beginning of a block is found.
+    #[inline]
+    pub fn partial_matching(&self) -> bool {
+        self.partial_matching
     }
 
     /// Whether blocks are published and found again.
@@ -412,7 +441,7 @@ impl BlockPool {
     /// Makes a block that exactly one table holds private again, if no published block depends on it.
     pub(super) fn unpublish_sole(&mut self, block: BlockId) -> bool {
         let sole = self.index.nodes[block.index()].num_tables == 1 && self.is_published(block);
-        let leaf = self.index.first_child(block).is_none();
+        let leaf = self.index.first_child(Parent::Block(block)).is_none();
         if sole && leaf {
             self.index.remove(block);
         }

@@ -69,7 +69,8 @@ impl Core {
     #[new]
     #[pyo3(signature = (
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
-        enable_prefix_caching=true, eviction="turn", max_queued_requests=4096
+        enable_prefix_caching=true, partial_matching=true, eviction="turn",
+        max_queued_requests=4096
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -83,6 +84,7 @@ impl Core {
         max_model_len: u32,
         eos_token_ids: Vec<u32>,
         enable_prefix_caching: bool,
+        partial_matching: bool,
         eviction: &str,
         max_queued_requests: u32,
     ) -> PyResult<Self> {
@@ -94,6 +96,7 @@ impl Core {
             max_model_len,
             eos_token_ids,
             prefix_caching: enable_prefix_caching,
+            partial_matching,
             eviction: eviction.parse().map_err(PyValueError::new_err::<String>)?,
             max_queued_requests,
         };

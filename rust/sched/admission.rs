@@ -137,7 +137,7 @@ impl Scheduler {
     fn admit(&mut self, idx: SeqIdx, budget: &Budget, round: &mut Round) -> Outcome {
         let mut table = self.look_up_prefix(idx, &mut round.hit);
         let sequence = self.sequences.get(idx);
-        let next_block = round.hit.hashes.get(round.hit.blocks.len());
+        let next_block = round.hit.hashes.get(round.hit.num_full as usize);
         let outcome = if sequence.num_deferrals < MAX_DEFERRALS
             && next_block.is_some_and(|hash| round.in_flight.contains(hash))
         {
@@ -182,15 +182,14 @@ impl Scheduler {
 
     /// How many tokens of the hit the sequence can start with. None: it does not fit now.
     ///
-    /// The last token is always computed, since its logits are needed. Where the hit holds it, the block around it
-    /// is copied first; where there is no room for both the block and its copy, that block is not used.
+    /// The last token is always computed, since its logits are needed. Where the hit ends inside a block, that block
+    /// is copied first; where there is no room for both the block and its copy, it is not used.
     fn usable_hit(&self, idx: SeqIdx, table: &BlockTable, round: &Round) -> Option<u32> {
         let num_tokens = self.sequences.get(idx).num_tokens();
         let block_size = self.config.block_size;
-        let num_hit = u32::try_from(round.hit.blocks.len()).expect("tables are short") * block_size;
         let margin = u64::from(self.growth_margin());
         let num_available = u64::from(self.pool.num_available());
-        let whole = num_hit.min(num_tokens - 1);
+        let whole = round.hit.num_tokens.min(num_tokens - 1);
         [whole, whole - whole % block_size]
             .into_iter()
             .find(|&num_computed| {

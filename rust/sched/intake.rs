@@ -100,6 +100,8 @@ impl Scheduler {
         if let Some(table) = sequence.table.as_mut() {
             table.truncate(&mut self.pool, num_kept);
         }
+        sequence.tokens.truncate(num_kept as usize);
+        sequence.num_computed = sequence.num_computed.min(num_kept);
         self.stats.discarded_tokens += u64::from(num_beyond);
         self.end_sequence(idx, FinishReason::Stop, true);
     }

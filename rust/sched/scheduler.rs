@@ -75,6 +75,7 @@ impl Scheduler {
             num_blocks: config.num_blocks,
             block_size: config.block_size,
             prefix_caching: config.prefix_caching,
+            partial_matching: config.partial_matching,
             eviction: config.eviction,
             hash_key,
         });

@@ -14,6 +14,7 @@ mod cpu_kernels;
 mod edge_stress;
 mod liveness;
 mod scheduler;
+mod scheduler_partial;
 mod scheduler_policy;
 mod scheduler_random;
 mod simulator;
