@@ -409,6 +409,7 @@ impl BlockPool {
             return canonical;
         }
         if self.partial_matching
+            && self.index.first_child(parent).is_some()
             && let Some(beginning) = self.index.extended_by(parent, tokens)
             && self.idle.contains(beginning)
         {

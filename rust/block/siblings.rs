@@ -85,7 +85,18 @@ impl PrefixIndex {
     }
 
     /// Hangs a node, whose parent and tokens are set already, among its siblings. None of them has its tokens.
+    /// Most have no siblings.
+    #[inline]
     pub(super) fn link(&mut self, block: BlockId, parent: Parent) {
+        let top = self.target_mut(Link::Top(parent));
+        if *top == 0 {
+            *top = block.0;
+        } else {
+            self.link_among(block, parent);
+        }
+    }
+
+    fn link_among(&mut self, block: BlockId, parent: Parent) {
         let mut at = Link::Top(parent);
         loop {
             let next = self.target(at);
@@ -111,7 +122,19 @@ impl PrefixIndex {
     }
 
     /// Takes a node out from among its siblings.
+    #[inline]
     pub(super) fn unlink(&mut self, block: BlockId, parent: Parent) {
+        let node = &self.nodes[block.index()];
+        let is_lone = node.left | node.right == 0;
+        let top = self.target_mut(Link::Top(parent));
+        if is_lone && *top == block.0 {
+            *top = 0;
+        } else {
+            self.unlink_among(block, parent);
+        }
+    }
+
+    fn unlink_among(&mut self, block: BlockId, parent: Parent) {
         let mut at = Link::Top(parent);
         while self.target(at) != block.0 {
             at = self.side(self.target(at), block);
@@ -149,6 +172,7 @@ impl PrefixIndex {
         }
     }
 
+    #[inline]
     fn target_mut(&mut self, link: Link) -> &mut u32 {
         match link {
             Link::Top(Parent::Root(root)) => &mut self.roots.get_mut(root).first_child,
