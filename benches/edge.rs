@@ -98,6 +98,7 @@ fn main() {
         prefix_caching: true,
         partial_matching: true,
         eviction: Eviction::default(),
+        tenants: Vec::new(),
         max_queued_requests: 4096,
     };
     let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();

@@ -82,6 +82,7 @@ fn config(num_blocks: u32, max_num_seqs: u32) -> CoreConfig {
         prefix_caching: true,
         partial_matching: true,
         eviction: Eviction::default(),
+        tenants: Vec::new(),
         max_queued_requests: 4096,
     }
 }

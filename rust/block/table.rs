@@ -78,6 +78,14 @@ impl BlockTable {
         self.blocks.is_empty()
     }
 
+    /// The root of its namespace.
+    ///
+    /// # Panics
+    /// If the table was released.
+    pub fn root(&self) -> RootId {
+        self.live_root()
+    }
+
     /// Leading blocks that this table has published or adopted.
     #[inline]
     pub fn num_published(&self) -> u32 {

@@ -4,8 +4,9 @@
 
 use std::collections::HashSet;
 
-use crate::block::{BlockTable, PrefixHit};
+use crate::block::{BlockTable, Namespace, PrefixHit};
 
+use super::explain::Admission;
 use super::policy::{self, MAX_DEFERRALS, MAX_PASSED};
 use super::scheduler::{Budget, Scheduled, Scheduler};
 use super::slab::SeqIdx;
@@ -167,6 +168,7 @@ impl Scheduler {
 
     /// Moves a sequence to the running ones, with the blocks of its first part.
     fn start(&mut self, part: Scheduled, mut table: BlockTable, hit: &PrefixHit) {
+        self.explain_admission(part, &table, hit);
         let end = part.num_computed + part.num_tokens;
         table
             .admit(&mut self.pool, hit, part.num_computed, end, &mut self.copies)
@@ -178,6 +180,28 @@ impl Scheduler {
         self.queues.remove(sequence.tenant, sequence.key);
         self.queues.run(sequence.key, part.seq);
         self.count_hit(part.seq);
+    }
+
+    /// Notes why the hit ends where it does, the first time that a request is admitted: before admission evicts
+    /// anything.
+    fn explain_admission(&mut self, part: Scheduled, table: &BlockTable, hit: &PrefixHit) {
+        let sequence = self.sequences.get(part.seq);
+        let live = self.requests.of(sequence.request);
+        if live.num_cached_tokens.is_some() {
+            return;
+        }
+        let admission = Admission {
+            request: sequence.request,
+            namespace: Namespace {
+                salt: &live.request.salt,
+                ..Namespace::default()
+            },
+            root: table.root(),
+            tokens: &sequence.tokens,
+            hit,
+            num_computed: part.num_computed,
+        };
+        self.explanations.note(&self.pool, &admission);
     }
 
     /// How many tokens of the hit the sequence can start with. None: it does not fit now.
@@ -221,6 +245,9 @@ impl Scheduler {
             return;
         }
         live.num_cached_tokens = Some(num_hit);
+        let counts = &mut self.tenant_counts[live.share];
+        counts.prefix_queries += u64::from(num_tokens);
+        counts.prefix_hits += u64::from(num_hit);
         self.stats.prefix_queries += u64::from(num_tokens);
         self.stats.prefix_hits += u64::from(num_hit);
     }

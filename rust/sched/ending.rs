@@ -50,6 +50,8 @@ impl Scheduler {
         let live = self.requests.of_mut(request);
         live.sequences.retain(|&other| other != idx);
         if live.sequences.is_empty() {
+            let num_computed = sequence.num_computed;
+            self.explanations.ended(&self.pool, request, num_computed);
             self.requests.remove(request);
             self.tenants.leave(sequence.tenant);
             self.edge.shared.flags.retire(request);

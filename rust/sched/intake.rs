@@ -70,8 +70,11 @@ impl Scheduler {
             last_step: 0,
         });
         self.queues.wait(tenant, key, idx);
+        let share = self.pool.share_of(&request.salt);
+        self.tenant_counts[share].requests += 1;
         self.requests.insert(LiveRequest {
             request,
+            share,
             sequences: vec![idx],
             num_cached_tokens: None,
         });

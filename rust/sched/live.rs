@@ -8,6 +8,8 @@ use super::slab::SeqIdx;
 #[derive(Debug)]
 pub(super) struct LiveRequest {
     pub(super) request: Box<Request>,
+    /// The share of its tenant; see [`crate::block::ShareCounts`].
+    pub(super) share: usize,
     /// Its sequences: one until the prompt is computed, then one per sample that has not ended.
     pub(super) sequences: Vec<SeqIdx>,
     /// Prompt tokens that the first admission found in the cache. None before it.

@@ -6,6 +6,7 @@ mod op;
 mod partial;
 mod random;
 mod sessions;
+mod shares;
 mod weights;
 mod worked_example;
 mod world;

@@ -12,6 +12,7 @@
 mod block;
 mod cpu_kernels;
 mod edge_stress;
+mod explain;
 mod liveness;
 mod scheduler;
 mod scheduler_partial;

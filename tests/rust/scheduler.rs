@@ -186,6 +186,7 @@ fn what_never_fits_is_refused_with_the_numbers() {
 #[test]
 fn a_full_queue_refuses_and_accepts_again() {
     let mut simulator = Simulator::new(pagedkv::config::CoreConfig {
+        tenants: Vec::new(),
         max_queued_requests: 3,
         ..config(10, 4)
     });

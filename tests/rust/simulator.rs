@@ -24,6 +24,7 @@ pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
         prefix_caching: true,
         partial_matching: true,
         eviction: pagedkv::block::Eviction::Turn,
+        tenants: Vec::new(),
         max_queued_requests: 64,
     }
 }
