@@ -76,9 +76,9 @@ class Core:
     ) -> Core:
         """Builds a core. `eviction` is "lru", or "turn", which keeps longer what requests came back to.
 
-        Without `partial_matching` only whole blocks are found again. Tenants are (salt, whether all salts that
-        begin with it are meant, blocks up to which its idle ones are evicted last, how fast they age in parts
-        of 1024).
+        Without `partial_matching` only whole blocks are found again. Tenants are (salt, whether all salts
+        that begin with it are meant, blocks up to which its idle ones are evicted last, how fast they age in
+        parts of 1024).
 
         Raises ValueError naming a field that is out of bounds, its value and what is allowed.
         """
@@ -111,8 +111,8 @@ class Core:
         """Why a request was found in the cache as far as it was, as of its first admission.
 
         None where it was not admitted yet, is forgotten, or has another salt. Keys: prompt_tokens,
-        cached_tokens, verdict, token_index, the token ids `before` it, those that the cache `held` behind it and
-        those that `came`, and evicted: None, or an age in milliseconds and "capacity" or "reset".
+        cached_tokens, verdict, token_index, the token ids `before` it, those that the cache `held` behind it
+        and those that `came`, and evicted: None, or an age in milliseconds and "capacity" or "reset".
         """
     def tenants(self) -> list[dict[str, int]]:
         """All tenants that were not named together, then the named ones.
