@@ -53,6 +53,7 @@ mod turn;
 
 pub use config::{Eviction, PoolConfig};
 pub use ghost::{Evicted, Removal};
+pub use hash::BlockHasher;
 pub use pool::{BlockPool, BlockState};
 pub use prefix::{Parent, PrefixHit};
 pub use publish::Closest;

@@ -48,6 +48,7 @@ impl Scheduler {
         };
         *counter += u64::from(sequence.num_rows());
         let live = self.requests.of_mut(request);
+        self.tenant_counts[live.share].generation_tokens += u64::from(sequence.num_generated());
         live.sequences.retain(|&other| other != idx);
         if live.sequences.is_empty() {
             let num_computed = sequence.num_computed;

@@ -30,7 +30,7 @@ mod sequence;
 mod slab;
 mod step;
 
-pub use edge::Edge;
+pub use edge::{Edge, Prepared};
 pub use explain::{Explanation, Verdict};
 pub use observe::{SequenceView, TenantView};
 pub use request::{FinishReason, Request, SamplingParams};
