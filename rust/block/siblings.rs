@@ -183,7 +183,7 @@ impl PrefixIndex {
     }
 
     /// A number that nobody can choose by choosing tokens, different for every block: the finalizer of
-    /// MurmurHash3, a bijection, over the block's number and this process's key.
+    /// `MurmurHash3`, a bijection, over the block's number and this process's key.
     fn priority(&self, node: u32) -> u32 {
         let mut word = node ^ self.hasher.salt();
         word = (word ^ (word >> 16)).wrapping_mul(0x85eb_ca6b);

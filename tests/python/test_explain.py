@@ -77,8 +77,9 @@ async def test_what_runs_is_not_computed_yet(async_llm: AsyncLLM) -> None:
 
 
 async def test_tenants_see_their_own(async_llm: AsyncLLM) -> None:
+    prompt = PROMPT[::-1]
     for salt in (b"one", b"two"):
-        async for _ in async_llm.generate(PROMPT, SHORT, "mine", salt=salt):
+        async for _ in async_llm.generate(prompt, SHORT, "mine", salt=salt):
             pass
     one, two = [await async_llm.explain("mine", salt=salt) for salt in (b"one", b"two")]
     assert one is not None
@@ -88,7 +89,7 @@ async def test_tenants_see_their_own(async_llm: AsyncLLM) -> None:
     assert two.cached_tokens == 0
     assert await async_llm.explain("mine") is None
     # A request that still runs can be asked about as well.
-    stream = async_llm.submit(PROMPT, LONG, "running", salt=b"one")
+    stream = async_llm.submit(prompt, LONG, "running", salt=b"one")
     await anext(stream)
     running = await async_llm.explain("running", salt=b"one")
     assert running is not None

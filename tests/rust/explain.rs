@@ -166,7 +166,7 @@ fn what_cannot_be_found_bypasses_the_cache() {
     });
     assert_eq!(run(&mut simulator, &prompt(1, 4), b"").verdict, Verdict::Bypassed);
     assert_eq!(
-        run(&mut simulator, &prompt(1, 5), b"").verdict,
+        run(&mut simulator, &prompt(2, 5), b"").verdict,
         Verdict::NeverSeen
     );
 }

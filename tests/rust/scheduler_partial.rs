@@ -123,7 +123,7 @@ proptest! {
         for (text, cut, more, max_tokens) in turns {
             // From anywhere within anything that was said before.
             let text = &texts[text % texts.len()];
-            let mut tokens = text[..1 + cut % text.len()].to_vec();
+            let mut tokens = text[..=cut % text.len()].to_vec();
             tokens.extend(prompt(more % 4, more as usize));
             let params = greedy(max_tokens);
             let edge = simulator.scheduler.edge();
