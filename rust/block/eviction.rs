@@ -88,18 +88,16 @@ impl BlockPool {
         Some(block)
     }
 
-    /// Fetches what the next evictions will touch, which in a large pool is in no cache: of the block behind
-    /// `block` on its list, whose node is there already, the neighbours in the index, and of the one behind
-    /// that the node.
+    /// Fetches what the next evictions will touch, which in a large pool is in no cache: the links and the node of
+    /// a block that is some way off, and of one that is nearer, whose node is there by now, the neighbours in the
+    /// index.
+    #[inline]
     fn prefetch_after(&self, block: BlockId) {
-        if let Some(next) = self.idle.next(block) {
-            self.index.prefetch_removal(next);
-            self.ghosts.prefetch(self.hash(next));
-            if let Some(after) = self.idle.next(next) {
-                self.index.prefetch_node(after);
-                self.idle.prefetch(after);
-            }
-        }
+        let (near, far) = self.idle.ahead(block);
+        self.idle.prefetch(far);
+        self.index.prefetch_node(far);
+        self.index.prefetch_removal(near);
+        self.ghosts.prefetch(self.hash(near));
     }
 
     /// Takes an idle block out of the index, and before it what follows it there. Children that are idle are

@@ -3,6 +3,11 @@
 //! Intrusive doubly linked lists over block ids, so that a block taken up again leaves from the middle in O(1)
 //! and no operation allocates. Every list is a ring closed by a sentinel of its own behind the blocks. A block
 //! keeps the time at which it went idle; within a list the times never decrease.
+//!
+//! Whoever takes blocks from the front of a long list waits for memory at every one: the next one's place is
+//! known only from the one before. So a block also keeps which blocks came onto its list a few places after it
+//! (jump pointers: Luk and Mowry, "Compiler-based prefetching for recursive data structures", 1996). They are
+//! hints, to be fetched in advance, and may name a block that has left since.
 
 use super::flat::prefetch;
 use super::turn::NUM_CLASSES;
@@ -11,22 +16,48 @@ use crate::ids::BlockId;
 /// Marks a block that is on no list.
 const OFF_LIST: u32 = u32::MAX;
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 struct Link {
     prev: u32,
     next: u32,
+    /// The block that came onto the list `NEAR` places after this one, and the one `FAR` places after it; 0 while
+    /// there is none.
+    near: u32,
+    far: u32,
     /// When the block went idle, in allocations of the pool.
     since: u64,
 }
 
+/// Equal up to the hints, on which nothing depends.
+impl PartialEq for Link {
+    fn eq(&self, other: &Self) -> bool {
+        (self.prev, self.next, self.since) == (other.prev, other.next, other.since)
+    }
+}
+
+/// How many evictions ahead of its own a block's neighbours are fetched, and before that its node and links.
+const NEAR: usize = 4;
+const FAR: usize = 8;
+
 /// Idle blocks by list, oldest first. The lists of a share lie together, its turn classes in order.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub(super) struct IdleLists {
     /// By block id; the sentinels of the lists come last.
     links: Vec<Link>,
     num_lists: usize,
+    /// The last blocks that came onto each list, the latest one first.
+    latest: Vec<[u32; FAR]>,
     len: u32,
 }
+
+/// Equal up to the hints.
+impl PartialEq for IdleLists {
+    fn eq(&self, other: &Self) -> bool {
+        self.links == other.links && self.num_lists == other.num_lists
+    }
+}
+
+impl Eq for IdleLists {}
 
 impl IdleLists {
     /// Empty lists of `num_shares` shares over blocks `1..=num_blocks`.
@@ -35,6 +66,8 @@ impl IdleLists {
         let off = Link {
             prev: OFF_LIST,
             next: OFF_LIST,
+            near: 0,
+            far: 0,
             since: 0,
         };
         let mut links = vec![off; num_blocks as usize + 1];
@@ -42,11 +75,12 @@ impl IdleLists {
         links.extend(sentinels.map(|own| Link {
             prev: own,
             next: own,
-            since: 0,
+            ..off
         }));
         Self {
             links,
             num_lists,
+            latest: vec![[0; FAR]; num_lists],
             len: 0,
         }
     }
@@ -88,11 +122,11 @@ impl IdleLists {
         self.links[block.index()].since
     }
 
-    /// The block behind an idle one on its list.
+    /// Hints at the blocks that stand `NEAR` and `FAR` places behind an idle one; the null block where none is known.
     #[inline]
-    pub(super) fn next(&self, block: BlockId) -> Option<BlockId> {
-        let next = self.links[block.index()].next;
-        ((next as usize) < self.sentinel(0)).then_some(BlockId(next))
+    pub(super) fn ahead(&self, block: BlockId) -> (BlockId, BlockId) {
+        let link = &self.links[block.index()];
+        (BlockId(link.near), BlockId(link.far))
     }
 
     /// Fetches the links of a block ahead of their use.
@@ -105,6 +139,11 @@ impl IdleLists {
     #[inline]
     pub(super) fn push_back(&mut self, block: BlockId, list: usize, now: u64) {
         self.link(block, self.sentinel(list), now);
+        let latest = &mut self.latest[list];
+        self.links[latest[NEAR - 1] as usize].near = block.0;
+        self.links[latest[FAR - 1] as usize].far = block.0;
+        latest.copy_within(..FAR - 1, 1);
+        latest[0] = block.0;
     }
 
     /// Puts `block` just before the idle block `at`, as old as that one.
@@ -129,6 +168,8 @@ impl IdleLists {
         self.links[block.index()] = Link {
             prev,
             next: at as u32,
+            near: 0,
+            far: 0,
             since,
         };
         self.len += 1;

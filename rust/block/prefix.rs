@@ -140,6 +140,9 @@ pub(super) struct PrefixIndex {
     pub(super) table: FlatTable,
     pub(super) nodes: Vec<Node>,
     pub(super) roots: Roots,
+    /// The sibling that a block hangs below in the treap of its parent's children, 0 for the one on top and for
+    /// whatever is not published. Apart from the nodes, because a lone child never needs it.
+    pub(super) above: Vec<u32>,
     /// Tokens of the published blocks, `block_size` to a block, after some padding: with it, blocks of 16 begin
     /// with a cache line.
     tokens: Vec<u32>,
@@ -158,6 +161,7 @@ impl PrefixIndex {
             table: FlatTable::new(num_blocks),
             nodes: vec![Node::default(); num_nodes],
             roots: Roots::default(),
+            above: vec![0; num_nodes],
             tokens,
             padding: padding.min(LINE_TOKENS),
             shift: block_size.trailing_zeros(),
@@ -342,6 +346,7 @@ impl PrefixIndex {
     #[inline]
     pub(super) fn prefetch_node(&self, block: BlockId) {
         prefetch(&self.nodes, block.index());
+        prefetch(&self.above, block.index());
     }
 
     /// Fetches what [`Self::remove`] of a published block will touch beside its node.
@@ -350,7 +355,7 @@ impl PrefixIndex {
         let node = &self.nodes[block.index()];
         self.table.prefetch(node.hash);
         // What is not a block's number, a root's for instance, is no place among the nodes and fetches nothing.
-        for number in [node.parent, node.left, node.right] {
+        for number in [node.parent, node.left, node.right, self.above[block.index()]] {
             prefetch(&self.nodes, number as usize);
         }
     }
@@ -358,6 +363,7 @@ impl PrefixIndex {
     /// Takes every node out. Roots that nobody holds go with them.
     pub(super) fn clear(&mut self) {
         self.table.clear();
+        self.above.fill(0);
         for node in &mut self.nodes {
             *node = node.unpublished();
         }
