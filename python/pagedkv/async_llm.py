@@ -14,11 +14,13 @@ from typing import Any, Self, TypeVar
 
 from pagedkv._core import Core
 from pagedkv.base_llm import BaseLLM
+from pagedkv.beam_search import BeamSearchOutput, BeamSearchParams
 from pagedkv.engine import Engine, EngineThread
 from pagedkv.errors import EngineDead
 from pagedkv.events import StepEvents
 from pagedkv.outputs import RequestMetrics, RequestOutput, SampleChange
-from pagedkv.request import INLINE_LEN, Prompt, Request, prompt_len
+from pagedkv.ranked import BeamState
+from pagedkv.request import INLINE_LEN, AnyParams, Prompt, Request, prompt_len
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState
 
@@ -35,11 +37,12 @@ class Stream:
 
     Attributes:
         request_id: as the caller chose it.
+        state: the request's answers so far.
     """
 
     def __init__(self, state: RequestState, abort: Callable[[RequestState], None]) -> None:
         self.request_id = state.request_id
-        self._state = state
+        self.state = state
         self._abort = abort
         self._news = asyncio.Event()
         self._exhausted = False
@@ -47,17 +50,17 @@ class Stream:
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt as the model reads it."""
-        return self._state.request.prompt_token_ids
+        return self.state.request.prompt_token_ids
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt whose keys and values were found in the cache; known with the first token."""
-        return self._state.num_cached_tokens
+        return self.state.num_cached_tokens
 
     @property
     def metrics(self) -> RequestMetrics:
         """When things happened, as far as they have."""
-        return self._state.metrics
+        return self.state.metrics
 
     def __aiter__(self) -> Self:
         return self
@@ -66,7 +69,7 @@ class Stream:
         if self._exhausted:
             raise StopAsyncIteration
         await self._wait()
-        return self._state.output()
+        return self.state.output()
 
     async def changes(self) -> AsyncGenerator[list[SampleChange], None]:
         """Yields what is new of the answers that have something new, until all have ended.
@@ -75,23 +78,23 @@ class Stream:
         """
         while not self._exhausted:
             await self._wait()
-            if changes := self._state.take_changes():
+            if changes := self.state.take_changes():
                 yield changes
 
     async def _wait(self) -> None:
         """Waits for news; notes if they are the last. Raises the request's error."""
         await self._news.wait()
         self._news.clear()
-        self._exhausted = self._state.finished
-        if self._state.error is not None:
-            raise self._state.error
+        self._exhausted = self.state.finished
+        if self.state.error is not None:
+            raise self.state.error
 
     def abort(self) -> None:
         """Ends the request; its blocks are free one step later. Nothing happens if it has ended.
 
         Whoever waits for the next item gets a last one, with "abort" as finish_reason of what went on.
         """
-        self._abort(self._state)
+        self._abort(self.state)
 
     def wake(self) -> None:
         """Tells the stream that its state changed."""
@@ -178,10 +181,35 @@ class AsyncLLM(BaseLLM):
         finally:
             stream.abort()
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        salt: bytes = b"",
+        priority: int = 0,
+    ) -> BeamSearchOutput:
+        """Searches for the likeliest continuations of a prompt. Cancelling the task ends the search.
+
+        Arguments other than `params`, and what is raised, are those of `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params is of type {type(params).__name__}, allowed: BeamSearchParams")
+        request = await asyncio.to_thread(self.prepare, prompt, params, salt=salt, priority=priority)
+        stream = self.submit(request, request_id=request_id)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.abort()
+        assert isinstance(stream.state, BeamState), "that is what was asked for"
+        return stream.state.beam_output()
+
     def prepare(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: AnyParams | None = None,
         *,
         salt: bytes = b"",
         priority: int = 0,
@@ -192,7 +220,7 @@ class AsyncLLM(BaseLLM):
 
         Args:
             prompt: as in `generate`.
-            sampling_params: as in `generate`.
+            sampling_params: as in `generate`, or those of a beam search.
             salt: as in `generate`.
             priority: as in `generate`.
             add_special_tokens: whether a text gets the BOS and EOS that the tokenizer adds.
@@ -203,7 +231,7 @@ class AsyncLLM(BaseLLM):
             InvalidRequest: the request can never be served; its `field` says what has to change.
             TypeError: sampling_params is something else.
         """
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+        if sampling_params is not None and not isinstance(sampling_params, AnyParams):
             kind = type(sampling_params).__name__
             raise TypeError(f"sampling_params is of type {kind}, allowed: SamplingParams or None")
         return self._front.request(
@@ -218,7 +246,7 @@ class AsyncLLM(BaseLLM):
     def submit(
         self,
         prompt: Prompt | Request,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: AnyParams | None = None,
         request_id: str | None = None,
         *,
         salt: bytes = b"",

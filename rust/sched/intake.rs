@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::ids::RequestId;
 
+use super::beam_group::BeamGroup;
 use super::edge::Finish;
 use super::live::LiveRequest;
 use super::queues::QueueKey;
@@ -61,6 +62,7 @@ impl Scheduler {
             num_computed: 0,
             table: None,
             pending_forks: request.params.n - 1,
+            is_beam: false,
             num_computed_before: 0,
             num_preemptions: 0,
             hashes: Vec::new(),
@@ -70,6 +72,9 @@ impl Scheduler {
             last_step: 0,
         });
         self.queues.wait(tenant, key, idx);
+        if let Some(group) = BeamGroup::new(&request.params, self.config.eos_token_ids.len()) {
+            self.beams.insert(id, group);
+        }
         self.requests.insert(LiveRequest {
             request,
             sequences: vec![idx],
@@ -90,6 +95,10 @@ impl Scheduler {
         let Some(live) = self.requests.find(finish.request) else {
             return;
         };
+        if self.beams.contains_key(&finish.request) {
+            // A beam is no answer yet, so none can have been cut.
+            return;
+        }
         let is_meant = |idx: &_| self.sequences.get(*idx).key.sample_index == finish.sample_index;
         let Some(idx) = live.sequences.iter().copied().find(is_meant) else {
             return;

@@ -14,6 +14,8 @@
 //! [`Edge`] is what other threads hold; [`Scheduler`] belongs to the engine thread.
 
 mod admission;
+mod beam_group;
+mod beam_search;
 mod check;
 mod edge;
 mod ending;
@@ -29,6 +31,8 @@ mod sequence;
 mod slab;
 mod step;
 
+pub use beam_group::{BeamResult, BeamRows};
+pub use beam_search::{BeamParams, EarlyStopping, Hypothesis};
 pub use edge::Edge;
 pub use observe::SequenceView;
 pub use request::{FinishReason, Request, SamplingParams};

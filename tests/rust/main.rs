@@ -9,6 +9,7 @@
     reason = "a test that panics has said what it has to say, and its numbers are small"
 )]
 
+mod beams;
 mod block;
 mod cpu_kernels;
 mod edge_stress;
