@@ -47,7 +47,9 @@ fn take_steps(mut scheduler: Scheduler, stop: &mpsc::Receiver<()>) -> u64 {
         };
         if header.num_tokens > 0 {
             tokens.resize(header.num_rows as usize, 7);
-            scheduler.commit(header.step_id, &tokens, &BeamRows::default(), &mut states).unwrap();
+            scheduler
+                .commit(header.step_id, &tokens, &BeamRows::default(), &mut states)
+                .unwrap();
         }
         num_steps += 1;
     }

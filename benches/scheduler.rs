@@ -64,7 +64,12 @@ impl Engine {
         if header.num_tokens > 0 {
             self.tokens.resize(header.num_rows as usize, 7);
             self.scheduler
-                .commit(header.step_id, &self.tokens, &BeamRows::default(), &mut self.states)
+                .commit(
+                    header.step_id,
+                    &self.tokens,
+                    &BeamRows::default(),
+                    &mut self.states,
+                )
                 .unwrap();
         }
         header.num_tokens

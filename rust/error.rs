@@ -94,7 +94,10 @@ impl fmt::Display for StepError {
             Self::NotInFlight { step_id } => write!(f, "step {step_id} is not in flight"),
             Self::RowCount { given, rows } => write!(f, "{given} tokens for a step of {rows} rows"),
             Self::CandidateCount { given, rows, per_row } => {
-                write!(f, "{given} candidates for {rows} rows of beams that need {per_row} each")
+                write!(
+                    f,
+                    "{given} candidates for {rows} rows of beams that need {per_row} each"
+                )
             }
             Self::ArenaTooSmall { given, needed } => {
                 write!(f, "the arena holds {given} words, {needed} are needed")

@@ -98,8 +98,9 @@ class Core:
     ) -> NDArray[np.int32]:
         """Takes every row's sampled token, returns every row's state: 0 running, 1 stop, 2 length.
 
-        Tokens of rows that belong to beams are ignored. Of those `candidates` has token ids and log-probabilities,
-        [B, K] each, the likeliest first, K as the arena's section asks. A search ends in all its rows at once.
+        Tokens of rows that belong to beams are ignored. Of those `candidates` has token ids and
+        log-probabilities, [B, K] each, the likeliest first, K as the arena's section asks. A search ends in
+        all its rows at once.
         """
     def take_beams(self) -> list[tuple[int, list[tuple[list[int], float, float, int]]]]:
         """The answers of the searches that ended since the last call: request id, and the best first.

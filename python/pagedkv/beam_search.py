@@ -28,9 +28,9 @@ class BeamSearchParams:
         temperature: 0 or 1, which mean the same: the log-probabilities are the model's own.
         length_penalty: an answer's score is the sum of its log-probabilities, divided by its length (with the
             end token) to this power; -5 to 5. Above 0 longer answers win, below 0 shorter ones.
-        early_stopping: when the search ends, once it has beam_width answers. True: at once. False: when the best
-            beam scores no better at its present length than the worst of them. "never": when it could not do so
-            at any length either.
+        early_stopping: when the search ends, once it has beam_width answers. True: at once. False: when the
+            best beam scores no better at its present length than the worst of them. "never": when it could
+            not do so at any length either.
         skip_special_tokens: leave special tokens out of the text of a completion.
         include_stop_str_in_output: leave the end token in the text of a completion.
     """
@@ -50,7 +50,10 @@ class BeamSearchParams:
         )
         if isinstance(self.temperature, bool) or self.temperature not in (0, 1):
             raise refusal(
-                InvalidRequest, "temperature", self.temperature, "0 or 1, which change nothing in a beam search"
+                InvalidRequest,
+                "temperature",
+                self.temperature,
+                "0 or 1, which change nothing in a beam search",
             )
         low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
         check_float(InvalidRequest, "length_penalty", self.length_penalty, low, high, "a number in -5..5")
@@ -60,9 +63,10 @@ class BeamSearchParams:
         _ = self.as_sampling()
 
     @property
-    def stops_early(self) -> bool | None:
-        """early_stopping as the core takes it: None for "never"."""
-        return None if isinstance(self.early_stopping, str) else self.early_stopping
+    def for_core(self) -> tuple[int, float, bool | None]:
+        """Width, length penalty and early stopping as the core takes them; None is "never" there."""
+        stops_early = None if isinstance(self.early_stopping, str) else self.early_stopping
+        return self.beam_width, float(self.length_penalty), stops_early
 
     def as_sampling(self) -> SamplingParams:
         """What the answers have in common with drawn ones. Raises InvalidRequest."""

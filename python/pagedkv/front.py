@@ -113,7 +113,7 @@ class Front:
                 num_logprobs=num_logprobs,
                 salt=request.salt,
                 priority=request.priority,
-                beam=beam and (beam.beam_width, float(beam.length_penalty), beam.stops_early),
+                beam=None if beam is None else beam.for_core,
             )
         except _core.InvalidRequest as error:
             raise InvalidRequest(str(error)) from error

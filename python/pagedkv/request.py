@@ -137,7 +137,7 @@ def make_request(
 
 
 def _check_width(beam: BeamSearchParams, limits: Limits) -> None:
-    """So many candidates are ranked that beam_width of them go on, whatever ends; the vocabulary must have them."""
+    """So many candidates are ranked that beam_width of them go on, whatever ends. Raises InvalidRequest."""
     num_end_tokens = 0 if beam.ignore_eos else limits.num_end_tokens
     widest = limits.vocab_size // max(2, 1 + num_end_tokens)
     if beam.beam_width > widest:

@@ -306,8 +306,8 @@ class Streams:
     def apply(self, events: StepEvents) -> list[RequestState]:
         """Brings a step's events to their requests and returns those that changed, each once.
 
-        What a request does not show before its end counts as a change only then. Requests that ended by this are
-        in flight no more. Events of unknown requests are what the core
+        What a request does not show before its end counts as a change only then. Requests that ended by this
+        are in flight no more. Events of unknown requests are what the core
         computed before it heard of an end, and are dropped.
         """
         changed: dict[int, RequestState] = {}

@@ -157,9 +157,13 @@ impl Core {
         let results = self.scheduler.take_beams().into_iter();
         let answers = |result: BeamResult| {
             let hypotheses = result.hypotheses.into_iter();
-            hypotheses.map(|one| (one.tokens, one.cum_logprob, one.score, one.reason as i32)).collect()
+            hypotheses
+                .map(|one| (one.tokens, one.cum_logprob, one.score, one.reason as i32))
+                .collect()
         };
-        results.map(|result| (result.request.0, answers(result))).collect()
+        results
+            .map(|result| (result.request.0, answers(result)))
+            .collect()
     }
 
     fn fail_step(&mut self) -> PyResult<()> {

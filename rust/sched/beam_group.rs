@@ -99,12 +99,16 @@ impl Scheduler {
 
     /// Places that a waiting sequence takes when it starts.
     pub(super) fn places_for(&self, sequence: &Sequence) -> usize {
-        self.beams.get(&sequence.request).map_or(1, |group| group.width() as usize)
+        self.beams
+            .get(&sequence.request)
+            .map_or(1, |group| group.width() as usize)
     }
 
     /// Blocks that running groups need beyond those of their sequences: they are as good as taken.
     pub(super) fn num_blocks_promised_to_beams(&self) -> u32 {
-        self.running_groups().map(|(leader, _)| self.num_blocks_of_other_beams(leader)).sum()
+        self.running_groups()
+            .map(|(leader, _)| self.num_blocks_of_other_beams(leader))
+            .sum()
     }
 
     /// Sequences that this one stands for: its own and those which it will be forked into.
@@ -157,7 +161,9 @@ impl Scheduler {
         let beams = &self.requests.of(request).sequences;
         let num_beams = u32::try_from(beams.len()).expect("as many as the group is wide");
         let is_ready = self.beams[&request].parked.is_empty()
-            && beams.iter().all(|&idx| self.sequences.get(idx).num_remaining() == 1);
+            && beams
+                .iter()
+                .all(|&idx| self.sequences.get(idx).num_remaining() == 1);
         if !is_ready || num_beams > budget.tokens.min(budget.rows) {
             return 0;
         }
@@ -200,7 +206,9 @@ impl Scheduler {
         let mut cost = 0;
         for &idx in beams {
             let sequence = self.sequences.get(idx);
-            cost += sequence.table().cost(&self.pool, sequence.num_computed, sequence.num_tokens());
+            cost += sequence
+                .table()
+                .cost(&self.pool, sequence.num_computed, sequence.num_tokens());
             let at = (sequence.num_computed / self.config.block_size) as usize;
             if let Some(&tail) = sequence.table().blocks().get(at)
                 && !self.pool.is_writable(tail)
@@ -227,7 +235,9 @@ impl Scheduler {
 
     /// Whether a beam of the request's group is part of the step that is being built.
     pub(super) fn has_beam_in_step(&self, request: RequestId) -> bool {
-        self.beams.get(&request).is_some_and(|group| group.last_step == self.step_id)
+        self.beams
+            .get(&request)
+            .is_some_and(|group| group.last_step == self.step_id)
     }
 
     // Preempting and resuming.
@@ -251,7 +261,9 @@ impl Scheduler {
         let table = beam.table.as_mut().expect("the beams of a group run together");
         table.release(&mut self.pool);
         let leading = &self.sequences.get(leader).tokens;
-        let pairs = leading[..leading.len() - 1].iter().zip(&beam.tokens[..beam.tokens.len() - 1]);
+        let pairs = leading[..leading.len() - 1]
+            .iter()
+            .zip(&beam.tokens[..beam.tokens.len() - 1]);
         let num_shared = pairs.take_while(|(one, other)| one == other).count();
         Parked {
             num_computed_before: beam.num_computed_before.max(beam.num_computed),
@@ -272,7 +284,11 @@ impl Scheduler {
             let parked = std::mem::take(&mut group.parked);
             for (sample_index, beam) in (1..).zip(parked) {
                 let leader = self.requests.of(request).sequences[0];
-                let table = self.sequences.get(leader).table().fork_prefix(&mut self.pool, beam.num_shared);
+                let table = self
+                    .sequences
+                    .get(leader)
+                    .table()
+                    .fork_prefix(&mut self.pool, beam.num_shared);
                 let idx = self.add_beam(leader, sample_index, beam.tokens, table, beam.num_shared);
                 self.sequences.get_mut(idx).num_computed_before = beam.num_computed_before;
             }
@@ -304,7 +320,11 @@ impl Scheduler {
 
     /// Refuses candidates that are not those which the step in flight asked for.
     pub(super) fn check_candidates(&self, given: &BeamRows<'_>) -> Result<(), StepError> {
-        let wanted = || self.scheduled.iter().filter_map(|part| self.beam_candidates(part));
+        let wanted = || {
+            self.scheduled
+                .iter()
+                .filter_map(|part| self.beam_candidates(part))
+        };
         let num_rows = wanted().count();
         let per_row = wanted().max().unwrap_or(0) as usize;
         let is_right = given.per_row >= per_row
@@ -364,8 +384,9 @@ impl Scheduler {
         };
         let group = self.beams.get_mut(&request).expect("a beam has a group");
         let num_candidates = group.num_candidates() as usize;
-        let rows: Vec<Candidates<'_>> =
-            (0..beams.len()).map(|beam| candidates.row(row + beam, num_candidates)).collect();
+        let rows: Vec<Candidates<'_>> = (0..beams.len())
+            .map(|beam| candidates.row(row + beam, num_candidates))
+            .collect();
         let next = group.search.advance(&generated, &rows, is_end);
         self.stats.generation_tokens += beams.len() as u64;
         if next.is_empty() {
@@ -390,7 +411,10 @@ impl Scheduler {
             let is_last = next[at + 1..].iter().all(|other| other.parent != one.parent);
             let (tokens, table) = &mut parents[one.parent];
             let mut child = if is_last {
-                (std::mem::take(tokens), table.take().expect("it is taken over once"))
+                (
+                    std::mem::take(tokens),
+                    table.take().expect("it is taken over once"),
+                )
             } else {
                 let table = table.as_ref().expect("it is taken over by the last child");
                 (tokens.clone(), table.fork(&mut self.pool))
@@ -417,7 +441,9 @@ impl Scheduler {
     fn finish_beams(&mut self, request: RequestId) -> FinishReason {
         let group = self.beams.get_mut(&request).expect("a beam has a group");
         let hypotheses = group.search.take_hypotheses();
-        let reason = hypotheses.first().map_or(FinishReason::Length, |best| best.reason);
+        let reason = hypotheses
+            .first()
+            .map_or(FinishReason::Length, |best| best.reason);
         self.beam_results.push(BeamResult { request, hypotheses });
         for idx in self.requests.of(request).sequences.clone() {
             self.end_sequence(idx, reason, false);
@@ -433,13 +459,20 @@ impl Scheduler {
     /// The invariants of groups: the beams of one run together, stand together, and are as many as it is wide.
     pub(super) fn check_beams(&self) -> Result<(), String> {
         for (&request, group) in &self.beams {
-            let beams = &self.requests.find(request).ok_or("a group outlived its request")?.sequences;
+            let beams = &self
+                .requests
+                .find(request)
+                .ok_or("a group outlived its request")?
+                .sequences;
             let all: Vec<&Sequence> = beams.iter().map(|&idx| self.sequences.get(idx)).collect();
             let num_beams = all.len() + group.parked.len();
             let is_whole = num_beams == group.width() as usize || (num_beams == 1 && !all[0].is_beam);
             let is_parked = !group.parked.is_empty();
             if !is_whole || (is_parked && all.len() > 1) {
-                return Err(format!("{num_beams} beams of {} in the group of {request:?}", group.width()));
+                return Err(format!(
+                    "{num_beams} beams of {} in the group of {request:?}",
+                    group.width()
+                ));
             }
             for (place, beam) in (0..).zip(&all) {
                 if beam.key.sample_index != place || beam.is_beam != (num_beams > 1) {

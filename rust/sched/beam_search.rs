@@ -74,7 +74,9 @@ pub(super) struct BeamSearch {
 impl BeamSearch {
     /// `num_end_tokens`: tokens that end an answer. So many more candidates are looked at that `width` of them go on.
     pub(super) fn new(params: BeamParams, max_tokens: u32, num_end_tokens: usize) -> Self {
-        let per_beam = u32::try_from(1 + num_end_tokens).expect("end tokens are few").max(2);
+        let per_beam = u32::try_from(1 + num_end_tokens)
+            .expect("end tokens are few")
+            .max(2);
         Self {
             params,
             max_tokens,
@@ -120,7 +122,9 @@ impl BeamSearch {
         }
         let goes_on = |one: &Continuation| !is_last && !is_end(one.token);
         let running: Vec<Continuation> = ranked.into_iter().filter(goes_on).take(width).collect();
-        let is_over = running.first().is_none_or(|best| self.is_over(best.cum_logprob, len));
+        let is_over = running
+            .first()
+            .is_none_or(|best| self.is_over(best.cum_logprob, len));
         if is_over {
             return Vec::new();
         }
@@ -130,7 +134,8 @@ impl BeamSearch {
 
     /// The best `num_candidates` continuations of all beams, in order.
     fn ranked(&self, candidates: &[Candidates<'_>]) -> Vec<Continuation> {
-        let mut all: Vec<Continuation> = Vec::with_capacity(candidates.iter().map(|row| row.tokens.len()).sum());
+        let mut all: Vec<Continuation> =
+            Vec::with_capacity(candidates.iter().map(|row| row.tokens.len()).sum());
         for (parent, (row, before)) in candidates.iter().zip(&self.cum_logprobs).enumerate() {
             let continuations = row.tokens.iter().zip(row.logprobs);
             all.extend(continuations.map(|(token, logprob)| Continuation {
@@ -180,12 +185,18 @@ impl BeamSearch {
         let reaches_end =
             self.params.early_stopping == EarlyStopping::Never && self.params.length_penalty > 0.0;
         let best = best / self.divisor(if reaches_end { self.max_tokens } else { len });
-        let worst = self.hypotheses.last().map_or(f32::NEG_INFINITY, |worst| worst.score);
+        let worst = self
+            .hypotheses
+            .last()
+            .map_or(f32::NEG_INFINITY, |worst| worst.score);
         self.params.early_stopping == EarlyStopping::Always || best <= worst || best.is_nan()
     }
 
     fn divisor(&self, len: u32) -> f32 {
-        #[expect(clippy::cast_possible_truncation, reason = "scores are f32, as those of the source are")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "scores are f32, as those of the source are"
+        )]
         let divisor = f64::from(len).powf(self.params.length_penalty) as f32;
         divisor
     }
@@ -206,7 +217,11 @@ mod tests {
         BeamSearch::new(params, max_tokens, 1)
     }
 
-    fn advance(search: &mut BeamSearch, generated: &[&[u32]], rows: &[(&[i32], &[f32])]) -> Vec<(usize, u32)> {
+    fn advance(
+        search: &mut BeamSearch,
+        generated: &[&[u32]],
+        rows: &[(&[i32], &[f32])],
+    ) -> Vec<(usize, u32)> {
         let rows: Vec<Candidates<'_>> = rows
             .iter()
             .map(|&(tokens, logprobs)| Candidates { tokens, logprobs })
@@ -228,11 +243,16 @@ mod tests {
         let mut search = search(2, 8, 2.0, EarlyStopping::Heuristic);
         let first: (&[i32], &[f32]) = (&[1, 2, 3, 4], &[-1.0, -1.5, -3.0, -4.0]);
         advance(&mut search, &[&[]], &[first]);
-        let rows: [(&[i32], &[f32]); 2] =
-            [(&[9, 5, 6, 7], &[-0.5, -1.0, -3.0, -4.0]), (&[5, 6, 7, 8], &[-0.75, -2.0, -3.0, -4.0])];
+        let rows: [(&[i32], &[f32]); 2] = [
+            (&[9, 5, 6, 7], &[-0.5, -1.0, -3.0, -4.0]),
+            (&[5, 6, 7, 8], &[-0.75, -2.0, -3.0, -4.0]),
+        ];
         assert_eq!(advance(&mut search, &[&[1], &[2]], &rows), [(0, 5), (1, 5)]);
         let answers = search.take_hypotheses();
-        assert_eq!((answers[0].tokens.as_slice(), answers[0].cum_logprob), ([1, 9].as_slice(), -1.5));
+        assert_eq!(
+            (answers[0].tokens.as_slice(), answers[0].cum_logprob),
+            ([1, 9].as_slice(), -1.5)
+        );
         assert!((answers[0].score + 1.5 / 4.0).abs() < 1e-7 && answers[0].reason == FinishReason::Stop);
     }
 
@@ -251,21 +271,32 @@ mod tests {
         let row: (&[i32], &[f32]) = (&[9, 2, 4, 1, 5, 6], &[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]);
         assert_eq!(advance(&mut search, &[&[]], &[row]), []);
         let reasons: Vec<FinishReason> = search.take_hypotheses().iter().map(|one| one.reason).collect();
-        assert_eq!(reasons, [FinishReason::Stop, FinishReason::Length, FinishReason::Length]);
+        assert_eq!(
+            reasons,
+            [FinishReason::Stop, FinishReason::Length, FinishReason::Length]
+        );
     }
 
     #[test]
     fn the_three_ways_to_stop_differ() {
         // After two steps there are two answers, and a beam whose sum is less but which may become longer.
-        for (early_stopping, goes_on) in
-            [(EarlyStopping::Always, false), (EarlyStopping::Heuristic, false), (EarlyStopping::Never, true)]
-        {
+        for (early_stopping, goes_on) in [
+            (EarlyStopping::Always, false),
+            (EarlyStopping::Heuristic, false),
+            (EarlyStopping::Never, true),
+        ] {
             let mut search = search(2, 100, 1.0, early_stopping);
             let first: (&[i32], &[f32]) = (&[1, 2, 3, 4], &[-1.0, -1.0, -3.0, -4.0]);
             advance(&mut search, &[&[]], &[first]);
-            let rows: [(&[i32], &[f32]); 2] =
-                [(&[9, 5, 6, 7], &[-0.5, -2.0, -3.0, -4.0]), (&[9, 6, 7, 8], &[-0.5, -2.0, -3.0, -4.0])];
-            assert_eq!(!advance(&mut search, &[&[1], &[2]], &rows).is_empty(), goes_on, "{early_stopping:?}");
+            let rows: [(&[i32], &[f32]); 2] = [
+                (&[9, 5, 6, 7], &[-0.5, -2.0, -3.0, -4.0]),
+                (&[9, 6, 7, 8], &[-0.5, -2.0, -3.0, -4.0]),
+            ];
+            assert_eq!(
+                !advance(&mut search, &[&[1], &[2]], &rows).is_empty(),
+                goes_on,
+                "{early_stopping:?}"
+            );
         }
     }
 }

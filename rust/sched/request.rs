@@ -155,7 +155,9 @@ pub(super) fn validate(
 
 fn validate_beam(config: &CoreConfig, beam: &BeamParams, n: u32) -> Result<(), SubmitError> {
     let refuse = |message: String| Err(SubmitError::Invalid(message));
-    let widest = MAX_SAMPLES.min(config.max_num_seqs).min(config.max_num_batched_tokens);
+    let widest = MAX_SAMPLES
+        .min(config.max_num_seqs)
+        .min(config.max_num_batched_tokens);
     if beam.width == 0 || beam.width > widest {
         return refuse(format!(
             "beam_width is {}, allowed: 1 to {widest}, since all beams are computed in one step (max_num_seqs is {}, max_num_batched_tokens is {})",
@@ -163,9 +165,11 @@ fn validate_beam(config: &CoreConfig, beam: &BeamParams, n: u32) -> Result<(), S
         ));
     }
     if n != 1 {
-        return refuse(format!("n is {n}, allowed: 1 with a beam search, which gives beam_width answers"));
+        return refuse(format!(
+            "n is {n}, allowed: 1 with a beam search, which gives beam_width answers"
+        ));
     }
-    if !(beam.length_penalty.abs() <= MAX_LENGTH_PENALTY) {
+    if !(-MAX_LENGTH_PENALTY..=MAX_LENGTH_PENALTY).contains(&beam.length_penalty) {
         return refuse(format!(
             "length_penalty is {}, allowed: -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}",
             beam.length_penalty

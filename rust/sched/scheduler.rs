@@ -356,7 +356,12 @@ impl Scheduler {
             num_rows: self.scheduled.iter().map(|part| part.num_rows).sum(),
             num_copies: count(self.copies.len()),
             num_ended: count(num_ended),
-            num_beam_rows: count(self.scheduled.iter().filter_map(|part| self.beam_candidates(part)).count()),
+            num_beam_rows: count(
+                self.scheduled
+                    .iter()
+                    .filter_map(|part| self.beam_candidates(part))
+                    .count(),
+            ),
         };
         let num_table_blocks = self
             .scheduled

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
-from pytest import approx
 from transformers import PreTrainedModel
 
 from pagedkv import BeamSearchOutput
@@ -15,7 +15,12 @@ TIE = 2e-4
 
 @torch.inference_mode()
 def hf_beams(
-    model: PreTrainedModel, prompt: Sequence[int], width: int, max_tokens: int, eos: Sequence[int], **options: Any
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    width: int,
+    max_tokens: int,
+    eos: Sequence[int],
+    **options: Any,
 ) -> list[tuple[list[int], float]]:
     """The answers of transformers, each with the prompt and the end token, and their scores."""
     out = model.generate(
@@ -42,15 +47,17 @@ def hf_beams(
     return answers
 
 
-def check_beams(output: BeamSearchOutput, expected: list[tuple[list[int], float]], length_penalty: float) -> int:
+def check_beams(
+    output: BeamSearchOutput, expected: list[tuple[list[int], float]], length_penalty: float
+) -> int:
     """Asserts that the answers are the same; returns how many of them end early."""
     assert len(output.sequences) == len(expected)
     prompt_len = len(output.prompt_token_ids)
     for place, (one, (ids, score)) in enumerate(zip(output.sequences, expected, strict=True)):
-        assert one.score == approx(score, abs=TIE)
+        assert one.score == pytest.approx(score, abs=TIE)
         near = [other for other, close in expected if abs(close - score) < TIE]
         assert one.tokens in near, f"answer {place}: {one.tokens} is not {ids}"
         num_generated = len(one.tokens) - prompt_len
-        assert one.cum_logprob == approx(one.score * num_generated**length_penalty, rel=1e-5)
+        assert one.cum_logprob == pytest.approx(one.score * num_generated**length_penalty, rel=1e-5)
     assert len({tuple(one.tokens) for one in output.sequences}) == len(expected)
     return sum(one.finish_reason == "stop" for one in output.sequences)

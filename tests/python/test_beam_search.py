@@ -3,7 +3,6 @@
 import asyncio
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,16 +38,17 @@ def ending(checkpoint: Checkpoint, end_tokens: list[int], tmp_path_factory: pyte
 
 def asked(checkpoint: Checkpoint) -> list[list[int]]:
     """Prompts of different lengths."""
-    return [prompt[:length] for prompt, length in zip(prompts(4, checkpoint.vocab_size), (1, 16, 33, 50), strict=True)]
+    return [
+        prompt[:length]
+        for prompt, length in zip(prompts(4, checkpoint.vocab_size), (1, 16, 33, 50), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -0.5])
 def test_answers_equal_transformers(checkpoint, ending, end_tokens, width, early_stopping, length_penalty):
-    params = BeamSearchParams(
-        width, MAX_TOKENS, length_penalty=length_penalty, early_stopping=early_stopping
-    )
+    params = BeamSearchParams(width, MAX_TOKENS, length_penalty=length_penalty, early_stopping=early_stopping)
     outputs = ending.beam_search(asked(checkpoint), params)
     num_stopped = 0
     for prompt, output in zip(asked(checkpoint), outputs, strict=True):
@@ -88,7 +88,8 @@ def test_an_answer_holds_the_prompt_and_its_text(llm):
 
 def test_temperature_0_and_1_change_nothing(llm):
     outputs = [
-        llm.beam_search([[5, 6, 7]], BeamSearchParams(3, 8, temperature=temperature)) for temperature in (0, 1)
+        llm.beam_search([[5, 6, 7]], BeamSearchParams(3, 8, temperature=temperature))
+        for temperature in (0, 1)
     ]
     assert outputs[0][0].sequences == outputs[1][0].sequences
 
@@ -114,10 +115,11 @@ def test_what_is_not_allowed_is_named(changes, message):
     assert message in str(refusal.value)
 
 
-def test_a_search_that_cannot_be_served_is_refused_and_nothing_runs(checkpoint, llm):
-    most = checkpoint.vocab_size // 2
-    assert most < 128 or checkpoint.vocab_size > 256
-    with pytest.raises(InvalidRequest, match="need up to .* blocks of 16, the cache has 400"):
+def test_a_search_that_cannot_be_served_is_refused_and_nothing_runs(ending, llm):
+    # 402 tokens, of which four end an answer: 80 beams need 400 candidates.
+    with pytest.raises(InvalidRequest, match=r"beam_width is 81, allowed: 1\.\.80 with this vocabulary"):
+        ending.beam_search([[5]], BeamSearchParams(81, 4))
+    with pytest.raises(InvalidRequest, match=r"need up to \d+ blocks of 16, the cache has 400"):
         llm.beam_search([[5] * 10], BeamSearchParams(64, 400))
     with pytest.raises(InvalidRequest, match="maximum context length is 512"):
         llm.beam_search([[5] * 10], BeamSearchParams(2, 600))
@@ -173,7 +175,9 @@ async def test_a_search_beside_other_requests(checkpoint, shared_llm):
         other = asyncio.create_task(sample())
         outputs = await asyncio.gather(*(llm.beam_search(prompt, params) for prompt in asked(checkpoint)))
         for output, one in zip(outputs, expected, strict=True):
-            assert [answer.tokens for answer in output.sequences] == [answer.tokens for answer in one.sequences]
+            assert [answer.tokens for answer in output.sequences] == [
+                answer.tokens for answer in one.sequences
+            ]
         search = asyncio.create_task(llm.beam_search([5, 6], BeamSearchParams(4, 2000, ignore_eos=True)))
         await asyncio.sleep(0.2)
         assert llm.num_in_flight == 2

@@ -26,7 +26,7 @@ pub(crate) fn expected_answers(prompt: &[u32], params: &SamplingParams) -> Vec<A
     let beam = params.beam.unwrap();
     let width = beam.width as usize;
     let is_end = |token: u32| (token == EOS && !params.ignore_eos) || params.stop_token_ids.contains(&token);
-    let score = |sum: f32, len: usize| sum / (len as f64).powf(beam.length_penalty) as f32;
+    let score = |sum: f32, len: usize| sum / f64::from(len as u32).powf(beam.length_penalty) as f32;
     let num_ends = usize::from(!params.ignore_eos) + params.stop_token_ids.len();
     let mut running = vec![(Vec::new(), 0.0f32)];
     let mut answers: Vec<Answer> = Vec::new();
@@ -49,7 +49,11 @@ pub(crate) fn expected_answers(prompt: &[u32], params: &SamplingParams) -> Vec<A
         }
         answers.sort_by(|a, b| b.2.total_cmp(&a.2));
         answers.truncate(width);
-        running = next.into_iter().filter(|(tokens, _)| !ends(tokens)).take(width).collect();
+        running = next
+            .into_iter()
+            .filter(|(tokens, _)| !ends(tokens))
+            .take(width)
+            .collect();
         if at_end {
             break;
         }
@@ -82,14 +86,20 @@ pub(crate) fn assert_answers(simulator: &Simulator, id: RequestId, prompt: &[u32
 fn variants() -> Vec<SamplingParams> {
     let mut variants = Vec::new();
     for width in [1, 2, 4, 8] {
-        for early_stopping in [EarlyStopping::Always, EarlyStopping::Heuristic, EarlyStopping::Never] {
+        for early_stopping in [
+            EarlyStopping::Always,
+            EarlyStopping::Heuristic,
+            EarlyStopping::Never,
+        ] {
             for length_penalty in [-1.0, 0.0, 1.0, 2.0] {
                 let beam = Some(BeamParams {
                     width,
                     length_penalty,
                     early_stopping,
                 });
-                for (ignore_eos, stop_token_ids) in [(false, vec![]), (true, vec![]), (false, vec![5, 11, 17])] {
+                for (ignore_eos, stop_token_ids) in
+                    [(false, vec![]), (true, vec![]), (false, vec![5, 11, 17])]
+                {
                     variants.push(SamplingParams {
                         beam,
                         ignore_eos,
@@ -152,7 +162,14 @@ fn searches_side_by_side_disturb_nobody() {
         }
         simulator.assert_empty();
         let preemptions = simulator.scheduler.edge().stats().preemptions;
-        assert!(if num_blocks == 500 { preemptions == 0 } else { preemptions > 0 }, "{preemptions} at {num_blocks}");
+        assert!(
+            if num_blocks == 500 {
+                preemptions == 0
+            } else {
+                preemptions > 0
+            },
+            "{preemptions} at {num_blocks}"
+        );
     }
 }
 
@@ -167,10 +184,21 @@ fn full_blocks_are_shared_and_only_partial_ones_copied() {
         simulator.submit(&prompt(1, 30), &params);
         simulator.step().unwrap()
     };
-    assert_eq!((header.num_tokens, header.num_rows, header.num_beam_rows), (30, 1, 1));
-    assert_eq!(simulator.scheduler.pool().num_owned(), 8, "the beams hold the prompt's blocks");
+    assert_eq!(
+        (header.num_tokens, header.num_rows, header.num_beam_rows),
+        (30, 1, 1)
+    );
+    assert_eq!(
+        simulator.scheduler.pool().num_owned(),
+        8,
+        "the beams hold the prompt's blocks"
+    );
     let header = simulator.step().unwrap();
-    assert_eq!((header.num_decodes, header.num_copies), (8, 7), "the last owner writes in place");
+    assert_eq!(
+        (header.num_decodes, header.num_copies),
+        (8, 7),
+        "the last owner writes in place"
+    );
     while let Some(header) = simulator.step() {
         assert!(header.num_tokens == 0 || header.num_decodes == 8);
         assert!(header.num_copies <= 7);
@@ -183,7 +211,14 @@ fn full_blocks_are_shared_and_only_partial_ones_copied() {
 #[test]
 fn a_search_in_a_pool_of_its_worst_case_ends_alone() {
     for block_size in [1u32, 4, 16] {
-        for (len, max_tokens, width) in [(1u32, 9u32, 4u32), (8, 1, 8), (15, 2, 8), (16, 5, 2), (17, 20, 5), (32, 33, 8)] {
+        for (len, max_tokens, width) in [
+            (1u32, 9u32, 4u32),
+            (8, 1, 8),
+            (15, 2, 8),
+            (16, 5, 2),
+            (17, 20, 5),
+            (32, 33, 8),
+        ] {
             let blocks = (len + max_tokens - 1).div_ceil(block_size);
             let shared = len / block_size;
             let num_branches = if max_tokens == 1 { 1 } else { width };
@@ -219,7 +254,11 @@ fn a_search_in_a_pool_of_its_worst_case_ends_alone() {
             });
             let refused = smaller.scheduler.edge().submit(prompt, params, Vec::new());
             let message = refused.unwrap_err().to_string();
-            let expected = if num_branches > 1 && blocks > shared { "need up to" } else { "blocks" };
+            let expected = if num_branches > 1 && blocks > shared {
+                "need up to"
+            } else {
+                "blocks"
+            };
             assert!(message.contains(expected), "{message}");
         }
     }
@@ -237,18 +276,29 @@ fn a_preempted_group_comes_back_as_a_whole() {
             ignore_eos: true,
             ..greedy(150)
         };
-        let oldest: Vec<RequestId> =
-            (0..3).map(|seed| simulator.submit(&prompt(seed, 10), &first)).collect();
-        let (prompt_of_beams, params) = (prompt(7, 13), SamplingParams {
-            ignore_eos: true,
-            ..beams(4, 60)
-        });
+        let oldest: Vec<RequestId> = (0..3)
+            .map(|seed| simulator.submit(&prompt(seed, 10), &first))
+            .collect();
+        let (prompt_of_beams, params) = (
+            prompt(7, 13),
+            SamplingParams {
+                ignore_eos: true,
+                ..beams(4, 60)
+            },
+        );
         let id = simulator.submit(&prompt_of_beams, &params);
         while simulator.step().is_some() {
-            let beams: Vec<_> =
-                simulator.scheduler.sequences().into_iter().filter(|one| one.request == id).collect();
+            let beams: Vec<_> = simulator
+                .scheduler
+                .sequences()
+                .into_iter()
+                .filter(|one| one.request == id)
+                .collect();
             let num_running = beams.iter().filter(|one| one.running).count();
-            assert!(num_running == 0 || num_running == 1 || num_running == 4, "a group runs as a whole");
+            assert!(
+                num_running == 0 || num_running == 1 || num_running == 4,
+                "a group runs as a whole"
+            );
         }
         let stats = simulator.scheduler.edge().stats();
         assert!(stats.preemptions > 0 && stats.recomputed_tokens > 0, "{stats:?}");
@@ -314,7 +364,11 @@ fn a_search_that_never_fits_is_refused_with_the_numbers() {
 fn candidates_that_do_not_fit_the_step_are_refused() {
     let mut simulator = Simulator::new(config(40, 4));
     simulator.submit(&prompt(0, 5), &beams(3, 4));
-    let header = simulator.scheduler.schedule(&mut simulator.arena).unwrap().unwrap();
+    let header = simulator
+        .scheduler
+        .schedule(&mut simulator.arena)
+        .unwrap()
+        .unwrap();
     simulator.forward(&header);
     let (per_row, ids, logprobs) = simulator.candidates();
     assert_eq!((per_row, ids.len()), (6, 6));
@@ -325,9 +379,17 @@ fn candidates_that_do_not_fit_the_step_are_refused() {
             logprobs,
             per_row,
         };
-        simulator.scheduler.commit(header.step_id, &[0], &rows, &mut states)
+        simulator
+            .scheduler
+            .commit(header.step_id, &[0], &rows, &mut states)
     };
-    let wanted = |given| Err(StepError::CandidateCount { given, rows: 1, per_row: 6 });
+    let wanted = |given| {
+        Err(StepError::CandidateCount {
+            given,
+            rows: 1,
+            per_row: 6,
+        })
+    };
     assert_eq!(commit(&[], &[], 0), wanted(0));
     assert_eq!(commit(&ids[..5], &logprobs[..5], 5), wanted(5));
     assert_eq!(commit(&ids, &logprobs[..5], 6), wanted(5));

@@ -14,6 +14,7 @@ mod block;
 mod cpu_kernels;
 mod edge_stress;
 mod liveness;
+mod samples;
 mod scheduler;
 mod scheduler_policy;
 mod scheduler_random;

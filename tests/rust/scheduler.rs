@@ -300,7 +300,12 @@ fn a_failed_step_ends_its_requests_only() {
 fn calls_out_of_turn_change_nothing() {
     let mut simulator = Simulator::new(config(20, 4));
     let mut states = Vec::new();
-    assert!(simulator.scheduler.commit(1, &[], &BeamRows::default(), &mut states).is_err());
+    assert!(
+        simulator
+            .scheduler
+            .commit(1, &[], &BeamRows::default(), &mut states)
+            .is_err()
+    );
     let (prompt, params) = (prompt(0, 5), greedy(3));
     let id = simulator.submit(&prompt, &params);
     assert!(simulator.scheduler.schedule(&mut [0; 4]).is_err());

@@ -45,18 +45,20 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
         -1i32..2,
         prop::option::weighted(0.2, 1u32..6),
     )
-        .prop_map(|(seed, len, max_tokens, n, salt, stop_token, priority, beam_width)| {
-            Operation::Submit(Submit {
-                seed,
-                len,
-                max_tokens,
-                n,
-                salt,
-                stop_token,
-                priority,
-                beam_width,
-            })
-        });
+        .prop_map(
+            |(seed, len, max_tokens, n, salt, stop_token, priority, beam_width)| {
+                Operation::Submit(Submit {
+                    seed,
+                    len,
+                    max_tokens,
+                    n,
+                    salt,
+                    stop_token,
+                    priority,
+                    beam_width,
+                })
+            },
+        );
     let operation = prop_oneof![
         8 => submit,
         24 => Just(Operation::Step),

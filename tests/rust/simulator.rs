@@ -76,7 +76,7 @@ pub(crate) fn chain_of(tokens: &[u32]) -> u64 {
 
 /// The log-probability of a token after a chain. Sums of so few bits are exact, and often equal.
 pub(crate) fn logprob(chain: u64, token: u32) -> f32 {
-    -((mix(chain ^ 0x55, token) % 1024) as f32) / 128.0
+    -f32::from((mix(chain ^ 0x55, token) % 1024) as u16) / 128.0
 }
 
 /// Reads an arena as a client would: through its directory alone.
@@ -252,13 +252,18 @@ impl Simulator {
     pub(crate) fn candidates(&self) -> (usize, Vec<i32>, Vec<f32>) {
         let view = |wanted| section(&self.arena, wanted);
         let beams = view(Section::Beams).as_chunks::<2>().0;
-        let per_row = beams.iter().map(|&[_, wanted]| wanted as usize).max().unwrap_or(0);
+        let per_row = beams
+            .iter()
+            .map(|&[_, wanted]| wanted as usize)
+            .max()
+            .unwrap_or(0);
         let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
         for &[row, _] in beams {
             let token = view(Section::SampleRows)[row as usize] as usize;
             let chain = self.cells[view(Section::SlotMapping)[token] as usize];
-            let mut ranked: Vec<(i32, f32)> =
-                (0..VOCABULARY as u32).map(|token| (token.cast_signed(), logprob(chain, token))).collect();
+            let mut ranked: Vec<(i32, f32)> = (0..VOCABULARY as u32)
+                .map(|token| (token.cast_signed(), logprob(chain, token)))
+                .collect();
             ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
             ids.extend(ranked[..per_row].iter().map(|one| one.0));
             logprobs.extend(ranked[..per_row].iter().map(|one| one.1));
@@ -300,8 +305,10 @@ impl Simulator {
     fn note_rows(&mut self, tokens: &[i32], states: &[i32]) {
         assert_eq!(tokens.len(), states.len());
         let rows: Vec<i32> = section(&self.arena, Section::Rows).to_vec();
-        let of_beams: HashSet<i32> =
-            section(&self.arena, Section::Beams).chunks(2).map(|entry| entry[0]).collect();
+        let of_beams: HashSet<i32> = section(&self.arena, Section::Beams)
+            .chunks(2)
+            .map(|entry| entry[0])
+            .collect();
         for (row, ((words, &token), &state)) in (0..).zip(rows.chunks(4).zip(tokens).zip(states)) {
             let sample = (id(words[0], words[1]), words[2].cast_unsigned());
             if of_beams.contains(&row) {

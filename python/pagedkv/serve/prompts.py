@@ -94,11 +94,14 @@ def _in_words_of(body: GenerationRequest, prompt_param: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise from_invalid(error, {
-            "prompt": prompt_param,
-            "max_tokens": body.token_limit_field,
-            "beam_width": "n",
-        }) from error
+        raise from_invalid(
+            error,
+            {
+                "prompt": prompt_param,
+                "max_tokens": body.token_limit_field,
+                "beam_width": "n",
+            },
+        ) from error
 
 
 def _salt(body: GenerationRequest) -> bytes:

@@ -207,7 +207,11 @@ class GenerationRequest(_Body):
             "stop_token_ids": ([],),
         }
         if self.num_logprobs is not None:
-            refuse("logprobs", "logprobs is not supported together with use_beam_search.", code="unsupported_parameter")
+            refuse(
+                "logprobs",
+                "logprobs is not supported together with use_beam_search.",
+                code="unsupported_parameter",
+            )
         for name, neutral in drawing.items():
             if (value := getattr(self, name)) not in neutral:
                 message = f"{name} is not supported together with use_beam_search, got {shown(value)}."
