@@ -1,4 +1,4 @@
-"""The likeliest next tokens of every beam, which the core ranks. The runner calls it after the forward pass."""
+"""The likeliest next tokens of every beam, for the core to rank. Called after the forward pass."""
 
 import torch
 from torch import Tensor

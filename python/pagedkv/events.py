@@ -33,7 +33,7 @@ class RowLogprobs:
 
 @dataclass(slots=True)
 class BeamAnswer:
-    """An answer of a beam search: its tokens, the sum of their log-probabilities, the score, STOP or LENGTH."""
+    """An answer of a beam search: tokens, the sum of their log-probabilities, the score, STOP or LENGTH."""
 
     token_ids: list[int]
     cum_logprob: float

@@ -95,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     shares = commands.add_parser(
         "sharing",
         help="samples and beams of one prompt beside the same work as separate requests",
-        description="Runs a model: 16 samples of a prompt as one request, and a beam search of width 8, beside"
-        " as many separate requests with and without the prefix cache.",
+        description="Runs a model: 16 samples of a prompt as one request, and a beam search of width 8,"
+        " beside as many separate requests with and without the prefix cache.",
     )
     shares.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     shares.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG of the results here")
