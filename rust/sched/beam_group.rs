@@ -349,6 +349,23 @@ impl Scheduler {
         self.beams.get(&request).map(BeamGroup::num_candidates)
     }
 
+    /// The rows of the step that is being built which belong to beams, and the candidates wanted of each.
+    pub(super) fn beam_rows(&self) -> Vec<(u32, u32)> {
+        if self.beams.is_empty() {
+            return Vec::new();
+        }
+        let mut row = 0;
+        let mut rows = Vec::new();
+        for part in &self.scheduled {
+            rows.extend(
+                self.beam_candidates(part)
+                    .map(|num_candidates| (row, num_candidates)),
+            );
+            row += part.num_rows;
+        }
+        rows
+    }
+
     /// Takes the candidates of all beams of the step. `rows`: the sequence and the row of each, group after group.
     pub(super) fn commit_beams(
         &mut self,
@@ -388,7 +405,6 @@ impl Scheduler {
             .map(|beam| candidates.row(row + beam, num_candidates))
             .collect();
         let next = group.search.advance(&generated, &rows, is_end);
-        self.stats.generation_tokens += beams.len() as u64;
         if next.is_empty() {
             return self.finish_beams(request) as i32;
         }
@@ -430,6 +446,9 @@ impl Scheduler {
             if let Some(&idx) = beams.get(place) {
                 let beam = self.sequences.get_mut(idx);
                 (beam.tokens, beam.table, beam.is_beam) = (tokens, Some(table), is_beam);
+                // Hashes of blocks beyond the prompt were those of other tokens.
+                beam.hashes
+                    .truncate((beam.prompt_len / self.config.block_size) as usize);
             } else {
                 let sample_index = u32::try_from(place).expect("as many as the group is wide");
                 self.add_beam(leader, sample_index, tokens, table, num_computed);

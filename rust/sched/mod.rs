@@ -33,7 +33,7 @@ mod step;
 
 pub use beam_group::{BeamResult, BeamRows};
 pub use beam_search::{BeamParams, EarlyStopping, Hypothesis};
-pub use edge::Edge;
+pub use edge::{Edge, Prepared};
 pub use observe::SequenceView;
 pub use request::{FinishReason, Request, SamplingParams};
 pub use scheduler::Scheduler;

@@ -55,7 +55,7 @@ def test_the_sections_for_the_host_are_tables(arena: Any) -> None:
 def test_views_share_the_memory_of_the_arena() -> None:
     arena = golden()
     batch = StepBatch.from_arena(arena, num_decodes=1)
-    arena[30] = 99
+    arena[32] = 99
     assert batch.token_ids[0] == 99
 
 
