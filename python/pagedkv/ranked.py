@@ -3,11 +3,12 @@
 Nothing of them shows before the end. Both are states of a request as `streams` has them.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagedkv.beam_search import BeamSearchOutput, BeamSearchSequence
 from pagedkv.events import STOP, BeamAnswer, StepEvents
-from pagedkv.outputs import RequestOutput
+from pagedkv.outputs import FinishReason, RequestOutput
 from pagedkv.streams import RequestState, SampleState
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class BestOfState(RequestState):
     """The n likeliest of best_of answers, by the sum of their log-probabilities."""
 
     grows = False
+    _best: list[SampleState] | None = None
 
     @property
     def _needs_logprobs(self) -> bool:
@@ -37,12 +39,17 @@ class BestOfState(RequestState):
     @property
     def given(self) -> list[SampleState]:
         """The best n, in order; of equal ones the first. None before the end."""
-        if not self.finished or self.error is not None:
-            return []
-        best = sorted(self.samples, key=lambda sample: -sample.cumulative_logprob)[: self.request.params.n]
+        if self._best is None and self.finished and self.error is None:
+            self._best = self._rank()
+        return self._best or []
+
+    def _rank(self) -> list[SampleState]:
+        params = self.request.params
+        best = sorted(self.samples, key=lambda sample: -sample.cumulative_logprob)[: params.n]
         for place, sample in enumerate(best):
             sample.index = place
-            if self.request.params.logprobs is None:
+            if params.logprobs is None:
+                # They were only needed here.
                 sample.logprobs = None
         return best
 
@@ -51,7 +58,7 @@ class BeamState(RequestState):
     """The answers of a beam search."""
 
     grows = False
-    _answers: list[BeamAnswer]
+    _answers: Sequence[BeamAnswer] = ()
 
     @property
     def given(self) -> list[SampleState]:
@@ -91,11 +98,9 @@ class BeamState(RequestState):
         """The answers in the form of a beam search. Those of a search that was aborted are missing."""
         prompt = self.request.prompt_token_ids
         sequences = []
-        for answer in getattr(self, "_answers", []):
+        for answer in self._answers:
             tokens = prompt + answer.token_ids
             text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-            reason = "stop" if answer.reason == STOP else "length"
-            sequences.append(
-                BeamSearchSequence(tokens, text, answer.cum_logprob, answer.score, reason)  # type: ignore[arg-type]
-            )
+            reason: FinishReason = "stop" if answer.reason == STOP else "length"
+            sequences.append(BeamSearchSequence(tokens, text, answer.cum_logprob, answer.score, reason))
         return BeamSearchOutput(sequences, prompt, self.num_cached_tokens)

@@ -307,8 +307,8 @@ class Streams:
         """Brings a step's events to their requests and returns those that changed, each once.
 
         What a request does not show before its end counts as a change only then. Requests that ended by this
-        are in flight no more. Events of unknown requests are what the core
-        computed before it heard of an end, and are dropped.
+        are in flight no more. Events of unknown requests are what the core computed before it heard of an
+        end, and are dropped.
         """
         changed: dict[int, RequestState] = {}
         for row, core_id in enumerate(events.request_ids):
@@ -319,16 +319,17 @@ class Streams:
             try:
                 end_at = state.add_token(events, row)
             except Exception as error:
-                # A text that cannot be put together must not keep the step's other requests from theirs.
-                logger.exception("request %s failed", state.request_id)
-                self._edge.abort(core_id)
-                state.fail(RequestFailed(f"its text failed: {type(error).__name__}: {error}"))
+                self._fail(state, error)
                 continue
             if end_at is not None:
                 self._edge.finish(core_id, events.sample_idxs[row], end_at)
         for core_id, answers in events.answers:
-            if (state := self._states.get(core_id)) is not None:
+            if (state := self._states.get(core_id)) is None:
+                continue
+            try:
                 state.add_answers(answers)
+            except Exception as error:
+                self._fail(state, error)
         for core_id, sample_idx, reason in events.ended:
             state = self._states.get(core_id)
             if state is not None:
@@ -339,3 +340,9 @@ class Streams:
                 state.metrics.finished_time = events.finished_s
                 del self._states[core_id]
         return [state for state in changed.values() if state.grows or state.finished]
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        """A text that cannot be put together must not keep the step's other requests from theirs."""
+        logger.exception("request %s failed", state.request_id, exc_info=error)
+        self._edge.abort(state.core_id)
+        state.fail(RequestFailed(f"its text failed: {type(error).__name__}: {error}"))

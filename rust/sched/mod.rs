@@ -15,6 +15,7 @@
 
 mod admission;
 mod beam_group;
+mod beam_rows;
 mod beam_search;
 mod check;
 mod edge;
@@ -31,7 +32,7 @@ mod sequence;
 mod slab;
 mod step;
 
-pub use beam_group::{BeamResult, BeamRows};
+pub use beam_rows::{BeamResult, BeamRows};
 pub use beam_search::{BeamParams, EarlyStopping, Hypothesis};
 pub use edge::{Edge, Prepared};
 pub use observe::SequenceView;

@@ -9,7 +9,8 @@ use crate::error::{InvalidConfig, StepError};
 use crate::ids::{BlockId, RequestId};
 use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, inbox};
 
-use super::beam_group::{BeamGroup, BeamResult, BeamRows};
+use super::beam_group::BeamGroup;
+use super::beam_rows::{BeamResult, BeamRows};
 use super::edge::{Edge, Shared, Submission};
 use super::fairness::Tenants;
 use super::live::LiveRequests;

@@ -106,6 +106,9 @@ def parser() -> argparse.ArgumentParser:
     shares.add_argument(
         "--max-tokens", type=_positive, default=64, metavar="N", help="tokens of each answer (default: 64)"
     )
+    shares.add_argument(
+        "--rounds", type=_positive, default=1, metavar="N", help="the quickest of N runs counts (default: 1)"
+    )
     config.add_cli_options(shares)
     return result
 
@@ -158,7 +161,8 @@ def _sharing(options: argparse.Namespace) -> None:
     # torch is imported for the one benchmark that computes.
     from pagedkv.bench import bars, sharing
 
-    outcomes = sharing.run(config.from_cli(options), options.prompt_len, options.max_tokens)
+    engine = config.from_cli(options)
+    outcomes = sharing.run(engine, options.prompt_len, options.max_tokens, options.rounds)
     _write(options.json, sharing.as_json(outcomes))
     if options.plot is not None:
         options.plot.write_text(bars.sharing(outcomes))
