@@ -102,9 +102,9 @@ impl Scheduler {
     }
 
     /// The first token of every beam opens a block or needs a copy of the prompt's last one; the last owner writes in
-    /// place. With one token to generate no beam goes on.
+    /// place. A single beam is never forked, and with one token to generate none goes on.
     fn num_blocks_of_first_fork(&self, leader: &Sequence, width: u32) -> u32 {
-        if self.requests.of(leader.request).request.params.max_tokens == 1 {
+        if width == 1 || leader.end_rule.max_tokens == 1 {
             return 0;
         }
         let num_shared = leader.prompt_len / self.config.block_size;

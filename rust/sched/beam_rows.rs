@@ -47,6 +47,9 @@ pub struct BeamResult {
 impl Scheduler {
     /// Refuses candidates that are not those which the step in flight asked for.
     pub(super) fn check_candidates(&self, given: &BeamRows<'_>) -> Result<(), StepError> {
+        if self.beams.is_empty() {
+            return Ok(());
+        }
         let wanted = || {
             self.scheduled
                 .iter()
@@ -142,6 +145,11 @@ impl Scheduler {
     /// Gives every beam the tokens and the table of its parent, and its new token. References are added before any is
     /// dropped: the last child of a parent takes its table over, the others share it, and what has no child is released.
     fn rebuild_beams(&mut self, beams: &[SeqIdx], next: &[Continuation]) {
+        // As many candidates were ranked as that takes, whichever of them end.
+        assert!(
+            next.len() >= beams.len(),
+            "the candidates of a step repeat a token"
+        );
         let leader = beams[0];
         let num_computed = self.sequences.get(leader).num_computed;
         let mut parents: Vec<(Vec<u32>, Option<BlockTable>)> = Vec::with_capacity(beams.len());
