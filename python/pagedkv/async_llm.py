@@ -37,12 +37,11 @@ class Stream:
 
     Attributes:
         request_id: as the caller chose it.
-        state: the request's answers so far.
     """
 
     def __init__(self, state: RequestState, abort: Callable[[RequestState], None]) -> None:
         self.request_id = state.request_id
-        self.state = state
+        self._state = state
         self._abort = abort
         self._news = asyncio.Event()
         self._exhausted = False
@@ -50,17 +49,17 @@ class Stream:
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt as the model reads it."""
-        return self.state.request.prompt_token_ids
+        return self._state.request.prompt_token_ids
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt whose keys and values were found in the cache; known with the first token."""
-        return self.state.num_cached_tokens
+        return self._state.num_cached_tokens
 
     @property
     def metrics(self) -> RequestMetrics:
         """When things happened, as far as they have."""
-        return self.state.metrics
+        return self._state.metrics
 
     def __aiter__(self) -> Self:
         return self
@@ -69,7 +68,7 @@ class Stream:
         if self._exhausted:
             raise StopAsyncIteration
         await self._wait()
-        return self.state.output()
+        return self._state.output()
 
     async def changes(self) -> AsyncGenerator[list[SampleChange], None]:
         """Yields what is new of the answers that have something new, until all have ended.
@@ -78,23 +77,29 @@ class Stream:
         """
         while not self._exhausted:
             await self._wait()
-            if changes := self.state.take_changes():
+            if changes := self._state.take_changes():
                 yield changes
+
+    def beam_output(self) -> BeamSearchOutput:
+        """The answers of a beam search that is over. Raises TypeError if something else was asked for."""
+        if not isinstance(self._state, BeamState):
+            raise TypeError("the request asked for no beam search")
+        return self._state.beam_output()
 
     async def _wait(self) -> None:
         """Waits for news; notes if they are the last. Raises the request's error."""
         await self._news.wait()
         self._news.clear()
-        self._exhausted = self.state.finished
-        if self.state.error is not None:
-            raise self.state.error
+        self._exhausted = self._state.finished
+        if self._state.error is not None:
+            raise self._state.error
 
     def abort(self) -> None:
         """Ends the request; its blocks are free one step later. Nothing happens if it has ended.
 
         Whoever waits for the next item gets a last one, with "abort" as finish_reason of what went on.
         """
-        self._abort(self.state)
+        self._abort(self._state)
 
     def wake(self) -> None:
         """Tells the stream that its state changed."""
@@ -203,8 +208,7 @@ class AsyncLLM(BaseLLM):
                 pass
         finally:
             stream.abort()
-        assert isinstance(stream.state, BeamState), "that is what was asked for"
-        return stream.state.beam_output()
+        return stream.beam_output()
 
     def prepare(
         self,

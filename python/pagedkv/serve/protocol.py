@@ -7,7 +7,7 @@ keys inside messages are ignored. `fields` says what happens to the fields that 
 
 import json
 import re
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from pagedkv.beam_search import MAX_LENGTH_PENALTY
+from pagedkv.beam_search import MAX_LENGTH_PENALTY, EarlyStopping
 from pagedkv.sampling_params import (
     MAX_LOGPROBS,
     MAX_PRIORITY,
@@ -74,6 +74,12 @@ def _check_stop(value: Any) -> Any:
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise _wrong(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
     return stops
+
+
+def _check_early_stopping(value: Any) -> EarlyStopping:
+    if isinstance(value, bool) or value == "never":
+        return cast(EarlyStopping, value)
+    raise _wrong('must be true, false or "never"')
 
 
 def _check_prompt(value: Any) -> list[Prompt]:
@@ -148,7 +154,7 @@ class GenerationRequest(_Body):
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     use_beam_search: bool = False
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
-    early_stopping: bool | Literal["never"] = False
+    early_stopping: Annotated[EarlyStopping, PlainValidator(_check_early_stopping)] = False
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] = 0
