@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use pagedkv::block::Eviction;
 use pagedkv::config::CoreConfig;
-use pagedkv::sched::{Edge, SamplingParams, Scheduler};
+use pagedkv::sched::{BeamRows, Edge, SamplingParams, Scheduler};
 
 const NUM_CALLS: usize = 200_000;
 const NUM_DECODING: u32 = 256;
@@ -48,7 +48,9 @@ fn take_steps(mut scheduler: Scheduler, stop: &mpsc::Receiver<()>) -> u64 {
         };
         if header.num_tokens > 0 {
             tokens.resize(header.num_rows as usize, 7);
-            scheduler.commit(header.step_id, &tokens, &mut states).unwrap();
+            scheduler
+                .commit(header.step_id, &tokens, &BeamRows::default(), &mut states)
+                .unwrap();
         }
         num_steps += 1;
     }

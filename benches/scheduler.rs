@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use pagedkv::block::Eviction;
 use pagedkv::config::CoreConfig;
-use pagedkv::sched::{SamplingParams, Scheduler};
+use pagedkv::sched::{BeamRows, SamplingParams, Scheduler};
 
 const BLOCK_SIZE: u32 = 16;
 /// Steps after which the decoding sequences are replaced.
@@ -64,7 +64,12 @@ impl Engine {
         if header.num_tokens > 0 {
             self.tokens.resize(header.num_rows as usize, 7);
             self.scheduler
-                .commit(header.step_id, &self.tokens, &mut self.states)
+                .commit(
+                    header.step_id,
+                    &self.tokens,
+                    &BeamRows::default(),
+                    &mut self.states,
+                )
                 .unwrap();
         }
         header.num_tokens

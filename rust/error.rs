@@ -67,6 +67,15 @@ pub enum StepError {
         /// Rows of the step.
         rows: usize,
     },
+    /// Every row of a beam needs its candidates.
+    CandidateCount {
+        /// Candidates given.
+        given: usize,
+        /// Rows of beams in the step.
+        rows: usize,
+        /// Candidates needed of each.
+        per_row: usize,
+    },
     /// The arena is shorter than `arena_len` words.
     ArenaTooSmall {
         /// Words given.
@@ -84,6 +93,12 @@ impl fmt::Display for StepError {
             }
             Self::NotInFlight { step_id } => write!(f, "step {step_id} is not in flight"),
             Self::RowCount { given, rows } => write!(f, "{given} tokens for a step of {rows} rows"),
+            Self::CandidateCount { given, rows, per_row } => {
+                write!(
+                    f,
+                    "{given} candidates for {rows} rows of beams that need {per_row} each"
+                )
+            }
             Self::ArenaTooSmall { given, needed } => {
                 write!(f, "the arena holds {given} words, {needed} are needed")
             }

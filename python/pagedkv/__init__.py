@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM
+    from pagedkv.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from pagedkv.config import EngineConfig
     from pagedkv.errors import EngineDead, InvalidRequest, ModelError, PagedKVError, QueueFull, RequestFailed
     from pagedkv.explanation import Explanation
@@ -23,6 +24,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "EngineDead",
@@ -44,6 +48,9 @@ __all__ = [
 _HOME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
     "EngineDead": "errors",

@@ -54,6 +54,9 @@ class StepHeader:
     @property
     def num_ended(self) -> int:
         """Sequences that ended outside a commit: aborted, or finished by the front at a stop string."""
+    @property
+    def num_beam_rows(self) -> int:
+        """Of the rows, those that belong to beams: `commit` needs candidates of them."""
 
 @final
 class Core:
@@ -93,8 +96,23 @@ class Core:
         None means that nothing runs and nothing ended. A header with num_tokens == 0 carries only ended
         sequences and must not be committed. Raises RuntimeError when the previous step was not committed.
         """
-    def commit(self, step_id: int, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Takes every row's sampled token, returns every row's state: 0 running, 1 stop, 2 length."""
+    def commit(
+        self,
+        step_id: int,
+        tokens: NDArray[np.int32],
+        candidates: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None,
+    ) -> NDArray[np.int32]:
+        """Takes every row's sampled token, returns every row's state: 0 running, 1 stop, 2 length.
+
+        Tokens of rows that belong to beams are ignored. Of those `candidates` has token ids and
+        log-probabilities, [B, K] each, the likeliest first, K as the arena's section asks. A search ends in
+        all its rows at once.
+        """
+    def take_beams(self) -> list[tuple[int, list[tuple[list[int], float, float, int]]]]:
+        """The answers of the searches that ended since the last call: request id, and the best first.
+
+        Each: generated tokens, sum of their log-probabilities, score, 1 (stop) or 2 (length).
+        """
     def fail_step(self) -> None:
         """Ends every request of the step in flight; `schedule` reports them as ended (reason 4, error)."""
     def snapshot(self) -> dict[str, Any]:
@@ -142,12 +160,14 @@ class Edge:
         num_logprobs: int = ...,
         salt: bytes = ...,
         priority: int = 0,
+        beam: tuple[int, float, bool | None] | None = None,
     ) -> int:
         """Queues a request and returns its id. Raises InvalidRequest or QueueFull.
 
         num_logprobs: -1 (the default) none, 0 only the sampled token's, k the k most likely ones as well. By
         default there are no stop tokens of its own and the salt is empty. The least priority is served first;
-        requests of equal priority share what there is fairly among salts.
+        requests of equal priority share what there is fairly among salts. `beam` asks for a beam search: its
+        width, length penalty, and whether it stops early (None: never); n is 1 then.
         """
     def abort(self, request_id: int) -> bool:
         """Asks for the end of a request; its blocks are free by the next step. False if it has ended."""

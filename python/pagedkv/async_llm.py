@@ -14,12 +14,14 @@ from typing import Any, Self, TypeVar
 
 from pagedkv._core import Core
 from pagedkv.base_llm import BaseLLM
+from pagedkv.beam_search import BeamSearchOutput, BeamSearchParams
 from pagedkv.engine import Engine, EngineThread
 from pagedkv.errors import EngineDead
 from pagedkv.events import StepEvents
 from pagedkv.explanation import Explanation
 from pagedkv.outputs import RequestMetrics, RequestOutput, SampleChange
-from pagedkv.request import INLINE_LEN, Prompt, Request, prompt_len
+from pagedkv.ranked import BeamState
+from pagedkv.request import INLINE_LEN, AnyParams, Prompt, Request, prompt_len
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState
 
@@ -78,6 +80,12 @@ class Stream:
             await self._wait()
             if changes := self._state.take_changes():
                 yield changes
+
+    def beam_output(self) -> BeamSearchOutput:
+        """The answers of a beam search that is over. Raises TypeError if something else was asked for."""
+        if not isinstance(self._state, BeamState):
+            raise TypeError("the request asked for no beam search")
+        return self._state.beam_output()
 
     async def _wait(self) -> None:
         """Waits for news; notes if they are the last. Raises the request's error."""
@@ -179,10 +187,34 @@ class AsyncLLM(BaseLLM):
         finally:
             stream.abort()
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        salt: bytes = b"",
+        priority: int = 0,
+    ) -> BeamSearchOutput:
+        """Searches for the likeliest continuations of a prompt. Cancelling the task ends the search.
+
+        Arguments other than `params`, and what is raised, are those of `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params is of type {type(params).__name__}, allowed: BeamSearchParams")
+        request = await asyncio.to_thread(self.prepare, prompt, params, salt=salt, priority=priority)
+        stream = self.submit(request, request_id=request_id)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.abort()
+        return stream.beam_output()
+
     def prepare(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: AnyParams | None = None,
         *,
         salt: bytes = b"",
         priority: int = 0,
@@ -193,7 +225,7 @@ class AsyncLLM(BaseLLM):
 
         Args:
             prompt: as in `generate`.
-            sampling_params: as in `generate`.
+            sampling_params: as in `generate`, or those of a beam search.
             salt: as in `generate`.
             priority: as in `generate`.
             add_special_tokens: whether a text gets the BOS and EOS that the tokenizer adds.
@@ -204,7 +236,7 @@ class AsyncLLM(BaseLLM):
             InvalidRequest: the request can never be served; its `field` says what has to change.
             TypeError: sampling_params is something else.
         """
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+        if sampling_params is not None and not isinstance(sampling_params, AnyParams):
             kind = type(sampling_params).__name__
             raise TypeError(f"sampling_params is of type {kind}, allowed: SamplingParams or None")
         return self._front.request(
@@ -219,7 +251,7 @@ class AsyncLLM(BaseLLM):
     def submit(
         self,
         prompt: Prompt | Request,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: AnyParams | None = None,
         request_id: str | None = None,
         *,
         salt: bytes = b"",

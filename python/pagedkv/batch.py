@@ -32,9 +32,10 @@ _SECTIONS = (
     "swaps",
     "rows",
     "ended",
+    "beams",
 )
 # Sections that are tables, with their number of columns.
-_COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4}
+_COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4, "beams": 2}
 # Sections that `StepBatch` holds as they are. The rest is decoded, or stays on the host.
 _TENSORS = set(_SECTIONS) - {"sampling", "swaps", "rows", "ended"}
 
@@ -112,6 +113,7 @@ class StepBatch:
     sample_rows: Tensor  # [R]; index of the token whose logits are sampled; may repeat
     sampling: SamplingRows  # R rows
     copies: Tensor  # [C, 2]; (source, destination), to be done before anything is written
+    beams: Tensor  # [B, 2]; (row that belongs to a beam, candidates wanted of it)
     num_decodes: int
 
     @staticmethod

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pagedkv._core import Core
 from pagedkv.batch import arena_section
 from pagedkv.errors import EngineDead
-from pagedkv.events import ERROR, StepEvents
+from pagedkv.events import ERROR, BeamAnswer, StepEvents
 from pagedkv.runner import ModelRunner
 
 logger = logging.getLogger("pagedkv")
@@ -82,7 +82,12 @@ class Engine:
         rows = arena_section(self._arena, "rows")
         events.request_ids, events.sample_idxs = _request_ids(rows), rows[:, 2].tolist()
         events.num_cached_tokens = rows[:, 3].tolist()
-        events.states = self.core.commit(header.step_id, result.tokens).tolist()
+        events.states = self.core.commit(header.step_id, result.tokens, result.candidates).tolist()
+        if header.num_beam_rows:
+            events.answers = [
+                (core_id, [BeamAnswer(*answer) for answer in answers])
+                for core_id, answers in self.core.take_beams()
+            ]
         events.token_ids = result.tokens.tolist()
         events.logprobs = result.logprobs
         events.finished_s = time.monotonic()
@@ -101,7 +106,7 @@ class Engine:
         error = None
         if any(reason == ERROR for _, _, reason in triples):
             error = f"{type(self.last_error).__name__}: {self.last_error}"
-        return StepEvents([], [], [], [], [], None, triples, error, started, started)
+        return StepEvents([], [], [], [], [], None, triples, [], error, started, started)
 
 
 def _request_ids(rows: NDArray[np.int32]) -> list[int]:

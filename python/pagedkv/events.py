@@ -32,6 +32,16 @@ class RowLogprobs:
 
 
 @dataclass(slots=True)
+class BeamAnswer:
+    """An answer of a beam search: tokens, the sum of their log-probabilities, the score, STOP or LENGTH."""
+
+    token_ids: list[int]
+    cum_logprob: float
+    score: float
+    reason: int
+
+
+@dataclass(slots=True)
 class StepEvents:
     """What one step brought about. The first lists have one entry per sampled row.
 
@@ -40,9 +50,10 @@ class StepEvents:
         sample_idxs: which of the request's n samples.
         num_cached_tokens: prompt tokens that were found in the cache.
         token_ids: what was sampled.
-        states: RUNNING, STOP or LENGTH.
+        states: RUNNING, STOP or LENGTH. Tokens and states of the rows of beams mean nothing.
         logprobs: of the rows that asked, by row.
         ended: (request id, sample index, reason) of sequences that ended outside a commit.
+        answers: of the beam searches that ended, by the core's id of the request.
         error: why the step before failed, where a reason is ERROR.
         started_s: when the step began, in seconds of `time.monotonic`.
         finished_s: when it was committed.
@@ -55,6 +66,7 @@ class StepEvents:
     states: list[int]
     logprobs: RowLogprobs | None
     ended: list[tuple[int, int, int]]
+    answers: list[tuple[int, list[BeamAnswer]]]
     error: str | None
     started_s: float
     finished_s: float

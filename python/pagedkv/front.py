@@ -11,8 +11,8 @@ from pagedkv._core import Edge
 from pagedkv.config import EngineConfig
 from pagedkv.errors import InvalidRequest
 from pagedkv.explanation import RequestNames
-from pagedkv.request import Limits, Prompt, Request, make_request
-from pagedkv.sampling_params import SamplingParams
+from pagedkv.ranked import state_of
+from pagedkv.request import AnyParams, Limits, Prompt, Request, make_request
 from pagedkv.streams import RequestState, Streams
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Front:
     def request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: AnyParams,
         *,
         salt: bytes = b"",
         priority: int = 0,
@@ -98,12 +98,14 @@ class Front:
 
     def submit(self, request: Request, request_id: str | None = None) -> RequestState:
         """Hands a request to the core. Raises InvalidRequest if it could never be served, or QueueFull."""
-        params = request.params
+        params, beam = request.params, request.beam
+        ranks = params.num_samples > params.n
+        num_logprobs = params.logprobs if params.logprobs is not None else 0 if ranks else -1
         try:
             core_id = self.edge.submit(
                 request.tokens,
                 max_tokens=request.max_tokens,
-                n=params.n,
+                n=1 if beam is not None else params.num_samples,
                 temperature=float(params.temperature),
                 top_p=max(float(params.top_p), _LEAST_TOP_P),
                 top_k=max(params.top_k, 0),
@@ -111,16 +113,17 @@ class Front:
                 seed=self._seed_of(request),
                 stop_token_ids=params.stop_ids,
                 ignore_eos=params.ignore_eos,
-                num_logprobs=-1 if params.logprobs is None else params.logprobs,
+                num_logprobs=num_logprobs,
                 salt=request.salt,
                 priority=request.priority,
+                beam=None if beam is None else beam.for_core,
             )
         except _core.InvalidRequest as error:
             raise InvalidRequest(str(error)) from error
         if request_id is None:
             request_id = str(self._num_submitted)
         self._num_submitted += 1
-        state = RequestState(request, request_id, core_id, self.tokenizer)
+        state = state_of(request, request_id, core_id, self.tokenizer)
         self.names.add(request.salt, request_id, core_id)
         self.streams.add(state)
         return state

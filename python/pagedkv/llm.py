@@ -7,10 +7,12 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from pagedkv.base_llm import BaseLLM
+from pagedkv.beam_search import BeamSearchOutput, BeamSearchParams
 from pagedkv.engine import Engine
 from pagedkv.errors import InvalidRequest, QueueFull
 from pagedkv.explanation import Explanation
 from pagedkv.outputs import RequestOutput
+from pagedkv.ranked import BeamState
 from pagedkv.request import Prompt, Prompts, Request, params_for, split_prompts
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState
@@ -52,7 +54,25 @@ class LLM(BaseLLM):
         params = params_for(sampling_params, len(split))
         # All of them are checked before the first one runs.
         requests = [self._front.request(prompt, one) for prompt, one in zip(split, params, strict=True)]
-        return self._run(requests, use_tqdm=use_tqdm)
+        return [state.output() for state in self._run(requests, use_tqdm=use_tqdm)]
+
+    def beam_search(
+        self, prompts: Prompts, params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Searches for the likeliest continuations of prompts, and returns them in the prompts' order.
+
+        Args:
+            prompts: as in `generate`.
+            params: for all of them.
+            use_tqdm: shows a progress bar.
+
+        Raises: as `generate` does.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params is of type {type(params).__name__}, allowed: BeamSearchParams")
+        requests = [self._front.request(prompt, params) for prompt in split_prompts(prompts)]
+        states = self._run(requests, use_tqdm=use_tqdm)
+        return [state.beam_output() for state in states if isinstance(state, BeamState)]
 
     def chat(
         self,
@@ -122,7 +142,7 @@ class LLM(BaseLLM):
         """Forgets every block that later prompts could find. Returns how many."""
         return self._engine.core.reset_prefix_cache()
 
-    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestState]:
         self._engine.require_own_process()
         waiting = deque(requests)
         states: list[RequestState] = []
@@ -138,7 +158,7 @@ class LLM(BaseLLM):
             for state in streams:
                 streams.abort(state)
             self._engine.settle()
-        return [state.output() for state in states]
+        return states
 
     def _submit(self, waiting: deque[Request], states: list[RequestState]) -> None:
         """Submits as many as the queue takes; the rest follows when some have ended."""

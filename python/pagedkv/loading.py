@@ -59,18 +59,19 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     model_config = loaded.config
     plan = plan_memory(config, loaded, device)
     kv_cache = _allocate(config, loaded, plan, device)
+    eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
     core = _core.Core(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
-        eos_token_ids=sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}),
+        eos_token_ids=eos_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
         tenants=[tenant.core_option for tenant in config.named_tenants],
     )
     seed = secrets.randbits(64) if config.seed is None else config.seed
-    limits = Limits(plan.max_model_len, model_config.vocab_size)
+    limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
     front = Front(core.edge, tokenizer, config, model_config, limits, seed)
     return Engine(core, ModelRunner(loaded, kv_cache, ops, device)), front
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedkv.beam_search import BeamSearchParams
 from pagedkv.checks import check_int, shown
 from pagedkv.errors import InvalidRequest
 from pagedkv.sampling_params import MAX_PRIORITY, MIN_PRIORITY, SamplingParams
@@ -34,6 +35,7 @@ class TextPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | TokensPrompt | TextPrompt
 Prompts = Prompt | Sequence[Prompt]
+AnyParams = SamplingParams | BeamSearchParams
 
 INLINE_LEN = 4096
 """Prompts up to this length, in characters or token ids, are prepared in about a millisecond."""
@@ -48,10 +50,12 @@ class Limits:
     Attributes:
         max_model_len: tokens of prompt and answer together.
         vocab_size: token ids are less than this.
+        num_end_tokens: token ids that end an answer.
     """
 
     max_model_len: int
     vocab_size: int
+    num_end_tokens: int = 0
 
 
 class ContextOverflow(InvalidRequest):
@@ -71,6 +75,7 @@ class Request:
         salt: namespace of the prefix cache; only requests with the same salt share blocks.
         arrival_time: seconds of `time.monotonic`.
         priority: the least number is served first.
+        beam: the beam search that is asked for; `params` holds what it has in common with sampling.
         seed: the seed that is used, from the first attempt to submit on.
     """
 
@@ -82,12 +87,13 @@ class Request:
     salt: bytes
     arrival_time: float
     priority: int = 0
+    beam: BeamSearchParams | None = None
     seed: int | None = None
 
 
 def make_request(
     prompt: Prompt,
-    params: SamplingParams,
+    params: AnyParams,
     tokenizer: "Tokenizer",
     limits: Limits,
     *,
@@ -113,6 +119,10 @@ def make_request(
         InvalidRequest: with the field, its value and what is allowed.
     """
     arrival_time = time.monotonic()
+    beam = None
+    if isinstance(params, BeamSearchParams):
+        beam, params = params, params.as_sampling()
+        _check_width(beam, limits)
     text, given = _encode(prompt, tokenizer, limits, add_special_tokens)
     # The length comes first: it bounds what the other checks cost.
     max_tokens = _room(len(given), params.max_tokens, limits.max_model_len)
@@ -123,7 +133,15 @@ def make_request(
     check_int(InvalidRequest, "priority", priority, MIN_PRIORITY, MAX_PRIORITY, "an int32")
     # Many long stop strings take as long as a long prompt, so they are made ready in the same thread.
     _ = params.stop_strings
-    return Request(text, tokens.tolist(), tokens, params, max_tokens, salt, arrival_time, priority)
+    return Request(text, tokens.tolist(), tokens, params, max_tokens, salt, arrival_time, priority, beam)
+
+
+def _check_width(beam: BeamSearchParams, limits: Limits) -> None:
+    """So many candidates are ranked that beam_width of them go on, whatever ends. Raises InvalidRequest."""
+    num_end_tokens = 0 if beam.ignore_eos else limits.num_end_tokens
+    widest = limits.vocab_size // max(2, 1 + num_end_tokens)
+    if beam.beam_width > widest:
+        raise _refusal(f"is {beam.beam_width}, allowed: 1..{widest} with this vocabulary", "beam_width")
 
 
 def prompt_len(prompt: object) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pagedkv._core import StepHeader
 from pagedkv.batch import StepBatch
+from pagedkv.candidates import likeliest
 from pagedkv.events import RowLogprobs
 from pagedkv.kv_cache import KVCache
 from pagedkv.ops import Ops
@@ -24,10 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepResult:
-    """Sampled tokens [R] int32, and the log-probabilities that were asked for."""
+    """Sampled tokens [R] int32, and the log-probabilities that were asked for.
+
+    `candidates`: of the rows of beams, token ids int32 [B, K] and their log-probabilities float32 [B, K].
+    """
 
     tokens: NDArray[np.int32]
     logprobs: RowLogprobs | None
+    candidates: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
 
 
 class ModelRunner:
@@ -62,14 +67,27 @@ class ModelRunner:
                 # Nothing is read back, but the arena may be written again only once it has been copied.
                 torch.cuda.synchronize(self.device)
             return StepResult(np.empty(0, dtype=np.int32), None)
+        if header.num_beam_rows == header.num_rows:
+            # Rows of beams are ranked, not sampled; their tokens are not looked at.
+            return StepResult(np.zeros(header.num_rows, np.int32), None, self._candidates(logits, batch))
         tokens = self.ops.sample(logits, batch.sampling)
         logprobs = self._logprobs(logits, tokens, batch)
-        return StepResult(tokens.to("cpu", torch.int32).numpy(), logprobs)
+        candidates = self._candidates(logits, batch) if header.num_beam_rows else None
+        return StepResult(tokens.to("cpu", torch.int32).numpy(), logprobs, candidates)
 
     def probe(self) -> None:
         """Raises if the device computes no more. A GPU that met an illegal access never does again."""
         if self.device.type == "cuda":
             torch.ones(8, device=self.device).sum().item()
+
+    def _candidates(
+        self, logits: torch.Tensor, batch: StepBatch
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        rows, wanted = batch.beams.unbind(1)
+        if len(rows) < len(logits):
+            logits = logits[rows.long()]
+        ids, logprobs = likeliest(logits, int(wanted.max()))
+        return ids.to("cpu", torch.int32).numpy(), logprobs.cpu().numpy()
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, batch: StepBatch) -> RowLogprobs | None:
         most = batch.sampling.max_num_logprobs

@@ -30,6 +30,8 @@ class SamplingParams:
 
     Attributes:
         n: answers to the same prompt, which is computed once; at most 128.
+        best_of: answers to draw, of which the n best are given, by the sum of their log-probabilities;
+            nothing shows before all have ended. None: n.
         temperature: 0 takes the most likely token always (the lowest id among equals); up to 100.
         top_p: keep the most likely tokens whose probabilities add up to this; 1 keeps all.
         top_k: keep this many of the most likely tokens; 0 or -1 keeps all.
@@ -46,6 +48,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -61,6 +64,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_int("n", 1, MAX_SAMPLES, f"an integer in 1..{MAX_SAMPLES}")
+        if self.best_of is not None:
+            allowed = f"an integer in {self.n} (n)..{MAX_SAMPLES}, or none for n"
+            self._check_int("best_of", self.n, MAX_SAMPLES, allowed)
         self._check_float("temperature", MAX_TEMPERATURE, "a number in 0..100")
         self._check_float("top_p", 1.0, "a number p with 0 < p <= 1")
         if self.top_p == 0:
@@ -83,6 +89,11 @@ class SamplingParams:
 
     def _check_float(self, field: str, high: float, allowed: str) -> None:
         check_float(InvalidRequest, field, getattr(self, field), 0.0, high, allowed)
+
+    @property
+    def num_samples(self) -> int:
+        """Answers that are drawn."""
+        return self.n if self.best_of is None else self.best_of
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv._core import Edge
 from pagedkv.errors import RequestFailed
-from pagedkv.events import ERROR, RUNNING, STOP, RowLogprobs, StepEvents
+from pagedkv.events import ERROR, RUNNING, STOP, BeamAnswer, RowLogprobs, StepEvents
 from pagedkv.outputs import (
     CompletionOutput,
     FinishReason,
@@ -126,9 +126,12 @@ class RequestState:
     """A request in flight.
 
     Attributes:
+        grows: whether its answers show before they are complete.
         core_id: the core's name for it; unique, where `request_id` is whatever the caller chose.
         error: why it failed, if it did.
     """
+
+    grows = True
 
     def __init__(self, request: Request, request_id: str, core_id: int, tokenizer: "Tokenizer") -> None:
         params = request.params
@@ -149,10 +152,19 @@ class RequestState:
                     params.skip_special_tokens,
                     at_start=False,
                 ),
-                with_logprobs=params.logprobs is not None,
+                with_logprobs=self._needs_logprobs,
             )
-            for idx in range(params.n)
+            for idx in range(params.num_samples)
         ]
+
+    @property
+    def _needs_logprobs(self) -> bool:
+        return self.request.params.logprobs is not None
+
+    @property
+    def given(self) -> list[SampleState]:
+        """The answers that are given out."""
+        return self.samples
 
     @property
     def finished(self) -> bool:
@@ -191,6 +203,10 @@ class RequestState:
             sample.finish("length")
         return None
 
+    def add_answers(self, answers: list[BeamAnswer]) -> None:
+        """Takes the answers of a beam search."""
+        raise RuntimeError(f"{len(answers)} answers of a beam search came for a request that asked for none")
+
     def end(self, sample_idx: int, reason: int, error: str | None) -> None:
         """Takes note that the core ended a sample by itself: it was aborted, or its step failed."""
         if self.error is not None:
@@ -214,7 +230,7 @@ class RequestState:
 
     def take_changes(self) -> list[SampleChange]:
         """What is new since the last call, of the answers that have something new."""
-        changes = (sample.take_change() for sample in self.samples)
+        changes = (sample.take_change() for sample in self.given)
         return [change for change in changes if change is not None]
 
     def output(self) -> RequestOutput:
@@ -226,7 +242,7 @@ class RequestState:
             request_id=self.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            outputs=[sample.output() for sample in self.samples],
+            outputs=[sample.output() for sample in self.given],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
@@ -290,8 +306,9 @@ class Streams:
     def apply(self, events: StepEvents) -> list[RequestState]:
         """Brings a step's events to their requests and returns those that changed, each once.
 
-        Requests that ended by this are in flight no more. Events of unknown requests are what the core
-        computed before it heard of an end, and are dropped.
+        What a request does not show before its end counts as a change only then. Requests that ended by this
+        are in flight no more. Events of unknown requests are what the core computed before it heard of an
+        end, and are dropped.
         """
         changed: dict[int, RequestState] = {}
         for row, core_id in enumerate(events.request_ids):
@@ -302,13 +319,17 @@ class Streams:
             try:
                 end_at = state.add_token(events, row)
             except Exception as error:
-                # A text that cannot be put together must not keep the step's other requests from theirs.
-                logger.exception("request %s failed", state.request_id)
-                self._edge.abort(core_id)
-                state.fail(RequestFailed(f"its text failed: {type(error).__name__}: {error}"))
+                self._fail(state, error)
                 continue
             if end_at is not None:
                 self._edge.finish(core_id, events.sample_idxs[row], end_at)
+        for core_id, answers in events.answers:
+            if (state := self._states.get(core_id)) is None:
+                continue
+            try:
+                state.add_answers(answers)
+            except Exception as error:
+                self._fail(state, error)
         for core_id, sample_idx, reason in events.ended:
             state = self._states.get(core_id)
             if state is not None:
@@ -318,4 +339,10 @@ class Streams:
             if state.finished:
                 state.metrics.finished_time = events.finished_s
                 del self._states[core_id]
-        return list(changed.values())
+        return [state for state in changed.values() if state.grows or state.finished]
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        """A text that cannot be put together must not keep the step's other requests from theirs."""
+        logger.exception("request %s failed", state.request_id, exc_info=error)
+        self._edge.abort(state.core_id)
+        state.fail(RequestFailed(f"its text failed: {type(error).__name__}: {error}"))

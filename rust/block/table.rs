@@ -273,6 +273,14 @@ impl BlockTable {
         }
     }
 
+    /// A table that shares the blocks which hold the first `num_tokens` positions of this one.
+    pub fn fork_prefix(&self, pool: &mut BlockPool, num_tokens: u32) -> Self {
+        let mut fork = self.fork(pool);
+        fork.release_tail(pool, self.blocks_for(num_tokens));
+        fork.num_published = fork.num_published.min(self.blocks_within(num_tokens));
+        fork
+    }
+
     /// Publishes the blocks that `num_computed` tokens fill, once the step that computed them is committed.
     /// `tokens` are all tokens of the sequence. Where an equal block is published already, the table takes
     /// that one and releases its own.

@@ -2,14 +2,14 @@
 
 use std::hash::{BuildHasher, RandomState};
 
-use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1};
+use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::config::CoreConfig;
 use crate::ids::{BlockId, RequestId};
-use crate::sched::{Scheduler, StepHeader as Header};
+use crate::sched::{BeamResult, BeamRows, Scheduler, StepHeader as Header};
 
 use super::edge::Edge;
 use super::explain;
@@ -56,10 +56,20 @@ impl StepHeader {
     const fn num_ended(&self) -> u32 {
         self.0.num_ended
     }
+    #[getter]
+    const fn num_beam_rows(&self) -> u32 {
+        self.0.num_beam_rows
+    }
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
     }
 }
+
+/// Token ids and log-probabilities of the rows of beams.
+type CandidateArrays<'py> = (PyReadonlyArray2<'py, i32>, PyReadonlyArray2<'py, f32>);
+
+/// Generated tokens, the sum of their log-probabilities, the score, the reason of the end.
+type Answer = (Vec<u32>, f32, f32, i32);
 
 fn to_error(error: impl std::fmt::Display) -> PyErr {
     PyRuntimeError::new_err(error.to_string())
@@ -127,16 +137,39 @@ impl Core {
         Ok(header.map(StepHeader))
     }
 
+    #[pyo3(signature = (step_id, tokens, candidates=None))]
     fn commit<'py>(
         &mut self,
         py: Python<'py>,
         step_id: u64,
         tokens: PyReadonlyArray1<'py, i32>,
+        candidates: Option<CandidateArrays<'py>>,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let rows = match &candidates {
+            None => BeamRows::default(),
+            Some((ids, logprobs)) => BeamRows {
+                tokens: ids.as_slice()?,
+                logprobs: logprobs.as_slice()?,
+                per_row: ids.shape()[1],
+            },
+        };
         self.scheduler
-            .commit(step_id, tokens.as_slice()?, &mut self.states)
+            .commit(step_id, tokens.as_slice()?, &rows, &mut self.states)
             .map_err(to_error)?;
         Ok(PyArray1::from_slice(py, &self.states))
+    }
+
+    fn take_beams(&mut self) -> Vec<(u64, Vec<Answer>)> {
+        let results = self.scheduler.take_beams().into_iter();
+        let answers = |result: BeamResult| {
+            let hypotheses = result.hypotheses.into_iter();
+            hypotheses
+                .map(|one| (one.tokens, one.cum_logprob, one.score, one.reason as i32))
+                .collect()
+        };
+        results
+            .map(|result| (result.request.0, answers(result)))
+            .collect()
     }
 
     fn fail_step(&mut self) -> PyResult<()> {

@@ -9,7 +9,7 @@ use pyo3::types::PyDict;
 
 use crate::error::SubmitError;
 use crate::ids::RequestId;
-use crate::sched::{Edge as CoreEdge, SamplingParams};
+use crate::sched::{BeamParams, EarlyStopping, Edge as CoreEdge, SamplingParams};
 use crate::sync::Stats;
 
 pyo3::create_exception!(
@@ -40,7 +40,7 @@ fn to_error(error: &SubmitError) -> PyErr {
 impl Edge {
     #[pyo3(signature = (
         prompt, *, max_tokens, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, stop_token_ids=Vec::new(),
-        ignore_eos=false, num_logprobs=-1, salt=Vec::new(), priority=0
+        ignore_eos=false, num_logprobs=-1, salt=Vec::new(), priority=0, beam=None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -61,6 +61,7 @@ impl Edge {
         num_logprobs: i32,
         salt: Vec<u8>,
         priority: i32,
+        beam: Option<(u32, f64, Option<bool>)>,
     ) -> PyResult<u64> {
         let prompt: Vec<u32> = prompt
             .as_slice()?
@@ -81,6 +82,15 @@ impl Edge {
             seed,
             stop_token_ids,
             ignore_eos,
+            beam: beam.map(|(width, length_penalty, stops_early)| BeamParams {
+                width,
+                length_penalty,
+                early_stopping: match stops_early {
+                    Some(true) => EarlyStopping::Always,
+                    Some(false) => EarlyStopping::Heuristic,
+                    None => EarlyStopping::Never,
+                },
+            }),
             priority,
             num_logprobs,
         };

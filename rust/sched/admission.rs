@@ -48,7 +48,7 @@ impl Scheduler {
                 .collect(),
             passed: Vec::new(),
         };
-        while budget.tokens > 0 && self.queues.num_running() < self.config.max_num_seqs as usize {
+        while budget.tokens > 0 && self.num_places() < self.config.max_num_seqs as usize {
             let Some((idx, is_starved)) = self.next_candidate(&round.passed) else {
                 break;
             };
@@ -56,7 +56,8 @@ impl Scheduler {
                 Outcome::Admitted(part) => {
                     self.push_part(part, budget);
                     self.num_admitted += 1;
-                    round.promised += self.num_missing_blocks(idx);
+                    let sequence = self.sequences.get(idx);
+                    round.promised += self.num_missing_blocks(idx) + self.num_blocks_of_other_beams(sequence);
                     round.in_flight.extend(self.hashes_filled_by(&part));
                 }
                 // What becomes free is kept for it.
@@ -99,7 +100,8 @@ impl Scheduler {
 
     /// Blocks that running sequences need for tokens which they know already: they are as good as taken.
     fn num_promised_blocks(&self) -> u32 {
-        self.queues
+        let of_sequences: u32 = self
+            .queues
             .running()
             .map(|idx| {
                 let sequence = self.sequences.get(idx);
@@ -111,7 +113,8 @@ impl Scheduler {
                         .cost(&self.pool, sequence.num_computed, sequence.num_tokens())
                 }
             })
-            .sum()
+            .sum();
+        of_sequences + self.num_blocks_promised_to_beams()
     }
 
     /// Blocks that a sequence's known tokens need beyond its table.
@@ -156,7 +159,10 @@ impl Scheduler {
         {
             Outcome::Deferred
         } else {
+            let has_places =
+                self.num_places() + self.places_for(sequence) <= self.config.max_num_seqs as usize;
             self.usable_hit(idx, table, round)
+                .filter(|_| has_places)
                 .and_then(|num_computed| budget.part_of(idx, sequence, num_computed))
                 .map_or(Outcome::DoesNotFit, Outcome::Admitted)
         }
@@ -215,19 +221,22 @@ impl Scheduler {
 
     /// How many tokens of the hit the sequence can start with. None: it does not fit now.
     ///
-    /// The last token is always computed, since its logits are needed. Where the hit ends inside a block, that block
-    /// is copied first; where there is no room for both the block and its copy, it is not used.
+    /// The last token is always computed, since its logits are needed; so is a beam's last but one, before the step that
+    /// takes all beams further. Where the hit ends inside a block, that block is copied first; where there is no room
+    /// for both the block and its copy, it is not used.
     fn usable_hit(&self, idx: SeqIdx, table: &BlockTable, round: &Round) -> Option<u32> {
-        let num_tokens = self.sequences.get(idx).num_tokens();
+        let sequence = self.sequences.get(idx);
+        let (num_tokens, num_alone) = (sequence.num_tokens(), sequence.num_alone());
+        let num_reserved = u64::from(round.promised) + u64::from(self.num_blocks_of_other_beams(sequence));
         let block_size = self.config.block_size;
         let margin = u64::from(self.growth_margin());
         let num_available = u64::from(self.pool.num_available());
-        let whole = round.hit.num_tokens.min(num_tokens - 1);
+        let whole = round.hit.num_tokens.min(num_alone - 1);
         [whole, whole - whole % block_size]
             .into_iter()
             .find(|&num_computed| {
                 let cost = table.admission_cost(&self.pool, &round.hit, num_computed, num_tokens);
-                u64::from(cost) + u64::from(round.promised) + margin <= num_available
+                u64::from(cost) + num_reserved + margin <= num_available
             })
     }
 
@@ -236,9 +245,13 @@ impl Scheduler {
         if self.queues.num_running() == 0 {
             return 0;
         }
-        let num_tokens_left = self.queues.running().map(|idx| {
+        let num_tokens_left = self.queues.running().flat_map(|idx| {
             let sequence = self.sequences.get(idx);
-            sequence.end_rule.max_tokens - sequence.num_generated()
+            let num_branches = self.num_branches(sequence) as usize;
+            std::iter::repeat_n(
+                sequence.end_rule.max_tokens - sequence.num_generated(),
+                num_branches,
+            )
         });
         policy::growth_margin(num_tokens_left, self.config.num_blocks, self.config.block_size)
     }

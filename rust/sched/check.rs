@@ -16,6 +16,7 @@ impl Scheduler {
         self.check_ref_counts()?;
         self.check_queues()?;
         self.check_tables()?;
+        self.check_beams()?;
         self.check_requests()
     }
 
@@ -69,9 +70,10 @@ impl Scheduler {
         if !self.queues.is_ordered() {
             return Err("running sequences are out of order".into());
         }
-        if num_running > self.config.max_num_seqs as usize {
+        let num_places = self.num_places();
+        if num_places > self.config.max_num_seqs as usize {
             return Err(format!(
-                "{num_running} sequences run, {} may",
+                "{num_running} sequences run and will be {num_places}, {} may",
                 self.config.max_num_seqs
             ));
         }

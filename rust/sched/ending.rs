@@ -31,9 +31,15 @@ impl Scheduler {
             }
             table.release(&mut self.pool);
         }
+        let first = sequence.key.sample_index;
+        // A group of beams ends as a unit, as all the answers that it would have given.
+        let num_samples = match self.beams.get(&request) {
+            Some(group) if first == 0 => group.width(),
+            Some(_) => 0,
+            None => sequence.num_rows(),
+        };
         if outside {
-            let first = sequence.key.sample_index;
-            let samples = first..first + sequence.num_rows();
+            let samples = first..first + num_samples;
             self.ended.extend(samples.map(|sample_index| Ended {
                 request,
                 sample_index,
@@ -46,7 +52,7 @@ impl Scheduler {
             FinishReason::Abort => &mut self.stats.finished_abort,
             FinishReason::Error => &mut self.stats.finished_error,
         };
-        *counter += u64::from(sequence.num_rows());
+        *counter += u64::from(num_samples);
         let live = self.requests.of_mut(request);
         self.tenant_counts[live.share].generation_tokens += u64::from(sequence.num_generated());
         live.sequences.retain(|&other| other != idx);
@@ -54,13 +60,21 @@ impl Scheduler {
             let num_computed = sequence.num_computed;
             self.explanations.ended(&self.pool, request, num_computed);
             self.requests.remove(request);
+            self.beams.remove(&request);
             self.tenants.leave(sequence.tenant);
             self.edge.shared.flags.retire(request);
         }
     }
 
-    /// Takes a sequence's blocks; it waits again and computes its tokens anew, except those still found by prefix.
+    /// Takes a sequence's blocks; it waits again and computes its tokens anew, except those still found by prefix. A beam
+    /// takes all of its group along.
     pub(super) fn preempt(&mut self, idx: SeqIdx) {
+        let sequence = self.sequences.get(idx);
+        let idx = if sequence.is_beam {
+            self.park_beams(sequence.request)
+        } else {
+            idx
+        };
         let sequence = self.sequences.get_mut(idx);
         let num_computed = std::mem::take(&mut sequence.num_computed);
         sequence.num_computed_before = sequence.num_computed_before.max(num_computed);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::ids::RequestId;
 
+use super::beam_group::BeamGroup;
 use super::edge::{Finish, Submission};
 use super::live::LiveRequest;
 use super::queues::QueueKey;
@@ -63,6 +64,7 @@ impl Scheduler {
             num_computed: 0,
             table: None,
             pending_forks: request.params.n - 1,
+            is_beam: false,
             num_computed_before: 0,
             num_preemptions: 0,
             hashes: std::mem::take(&mut request.hashes),
@@ -74,6 +76,9 @@ impl Scheduler {
         self.queues.wait(tenant, key, idx);
         let share = self.pool.share_of(&request.salt);
         self.tenant_counts[share].requests += 1;
+        if let Some(group) = BeamGroup::new(&request.params, self.config.eos_token_ids.len()) {
+            self.beams.insert(id, group);
+        }
         self.requests.insert(LiveRequest {
             id,
             request,
@@ -95,6 +100,10 @@ impl Scheduler {
         let Some(live) = self.requests.find(finish.request) else {
             return;
         };
+        if self.beams.contains_key(&finish.request) {
+            // A beam is no answer yet, so none can have been cut.
+            return;
+        }
         let is_meant = |idx: &_| self.sequences.get(*idx).key.sample_index == finish.sample_index;
         let Some(idx) = live.sequences.iter().copied().find(is_meant) else {
             return;

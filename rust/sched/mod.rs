@@ -14,6 +14,9 @@
 //! [`Edge`] is what other threads hold; [`Scheduler`] belongs to the engine thread.
 
 mod admission;
+mod beam_group;
+mod beam_rows;
+mod beam_search;
 mod check;
 mod edge;
 mod ending;
@@ -30,6 +33,8 @@ mod sequence;
 mod slab;
 mod step;
 
+pub use beam_rows::{BeamResult, BeamRows};
+pub use beam_search::{BeamParams, EarlyStopping, Hypothesis};
 pub use edge::{Edge, Prepared};
 pub use explain::{Explanation, Verdict};
 pub use observe::{SequenceView, TenantView};

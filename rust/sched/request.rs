@@ -3,6 +3,11 @@
 use crate::config::{CoreConfig, MAX_SAMPLES};
 use crate::error::SubmitError;
 
+use super::beam_search::BeamParams;
+
+/// Bound of the length penalty either way: the power of any length stays a number of the scores' type.
+const MAX_LENGTH_PENALTY: f64 = 5.0;
+
 /// How tokens are drawn and when a sample ends.
 #[derive(Clone, Debug)]
 pub struct SamplingParams {
@@ -24,6 +29,8 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<u32>,
     /// Whether the model's end tokens are ordinary ones.
     pub ignore_eos: bool,
+    /// Searches for the likeliest answers instead of drawing them; `n` is 1 then.
+    pub beam: Option<BeamParams>,
     /// The least number is served first.
     pub priority: i32,
     /// -1: none; k: the sampled token's and the k most likely ones' log-probabilities. The core only carries it.
@@ -42,6 +49,7 @@ impl Default for SamplingParams {
             seed: 0,
             stop_token_ids: Vec::new(),
             ignore_eos: false,
+            beam: None,
             priority: 0,
             num_logprobs: -1,
         }
@@ -109,6 +117,9 @@ pub(super) fn validate(
     if !(0.0..=1.0).contains(&params.min_p) {
         return refuse(format!("min_p is {}, allowed: 0 to 1", params.min_p));
     }
+    if let Some(beam) = &params.beam {
+        validate_beam(config, beam, params.n)?;
+    }
     let (prompt_len, max_tokens) = (prompt.len() as u64, u64::from(params.max_tokens));
     let total = prompt_len + max_tokens;
     if total > u64::from(config.max_model_len) {
@@ -123,6 +134,44 @@ pub(super) fn validate(
         return refuse(format!(
             "prompt and max_tokens need {blocks} blocks of {} tokens ({prompt_len} + {max_tokens} tokens), the cache has {}",
             config.block_size, config.num_blocks
+        ));
+    }
+    let Some(beam) = &params.beam else {
+        return Ok(());
+    };
+    // In the worst case beams part at once: they share what the prompt fills and nothing else. One token makes no beam.
+    let shared = prompt_len / u64::from(config.block_size);
+    let width = if max_tokens == 1 { 1 } else { u64::from(beam.width) };
+    let of_all = shared + width * (blocks - shared);
+    if of_all > u64::from(config.num_blocks) {
+        return refuse(format!(
+            "{} beams of prompt and max_tokens ({prompt_len} + {max_tokens} tokens) need up to {of_all} blocks of {}, the cache has {}; a beam_width or max_tokens that is less needs fewer",
+            beam.width, config.block_size, config.num_blocks
+        ));
+    }
+    Ok(())
+}
+
+fn validate_beam(config: &CoreConfig, beam: &BeamParams, n: u32) -> Result<(), SubmitError> {
+    let refuse = |message: String| Err(SubmitError::Invalid(message));
+    let widest = MAX_SAMPLES
+        .min(config.max_num_seqs)
+        .min(config.max_num_batched_tokens);
+    if beam.width == 0 || beam.width > widest {
+        return refuse(format!(
+            "beam_width is {}, allowed: 1 to {widest}, since all beams are computed in one step (max_num_seqs is {}, max_num_batched_tokens is {})",
+            beam.width, config.max_num_seqs, config.max_num_batched_tokens
+        ));
+    }
+    if n != 1 {
+        return refuse(format!(
+            "n is {n}, allowed: 1 with a beam search, which gives beam_width answers"
+        ));
+    }
+    if !(-MAX_LENGTH_PENALTY..=MAX_LENGTH_PENALTY).contains(&beam.length_penalty) {
+        return refuse(format!(
+            "length_penalty is {}, allowed: -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}",
+            beam.length_penalty
         ));
     }
     Ok(())

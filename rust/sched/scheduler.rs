@@ -1,6 +1,6 @@
 //! Control flow of a step: `schedule` decides and writes the arena, `commit` takes the sampled tokens.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use crate::block::{BlockPool, PoolConfig, PrefixHit};
@@ -9,13 +9,15 @@ use crate::error::{InvalidConfig, StepError};
 use crate::ids::{BlockId, RequestId};
 use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, inbox};
 
+use super::beam_group::BeamGroup;
+use super::beam_rows::{BeamResult, BeamRows};
 use super::edge::{Edge, Shared, Submission};
 use super::explain::Explanations;
 use super::fairness::Tenants;
 use super::live::LiveRequests;
 use super::observe::TenantCounts;
 use super::policy;
-use super::queues::{QueueKey, Queues};
+use super::queues::Queues;
 use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
@@ -38,6 +40,10 @@ pub struct Scheduler {
     pub(super) pool: BlockPool,
     pub(super) sequences: Slab<Sequence>,
     pub(super) requests: LiveRequests,
+    /// What the groups of beams have beside their sequences.
+    pub(super) beams: BTreeMap<RequestId, BeamGroup>,
+    /// Answers of searches that ended and were not asked for yet.
+    pub(super) beam_results: Vec<BeamResult>,
     pub(super) queues: Queues,
     pub(super) tenants: Tenants,
     /// By share.
@@ -92,6 +98,8 @@ impl Scheduler {
             pool,
             sequences: Slab::new(),
             requests: LiveRequests::new(capacity),
+            beams: BTreeMap::new(),
+            beam_results: Vec::new(),
             queues: Queues::default(),
             tenants: Tenants::default(),
             tenant_counts,
@@ -150,6 +158,7 @@ impl Scheduler {
         self.drain();
         self.scheduled.clear();
         self.copies.clear();
+        self.resume_beams();
         self.step_id += 1;
         let mut budget = Budget {
             tokens: self.config.max_num_batched_tokens,
@@ -174,11 +183,18 @@ impl Scheduler {
         Ok((header.num_tokens + header.num_ended > 0).then_some(header))
     }
 
-    /// Takes the sampled token of every row; `states` gets 0 or the finish reason of each.
+    /// Takes the sampled token of every row, or where that belongs to a beam its candidates; `states` gets 0 or the finish
+    /// reason of each. All rows of a search get the same one: [`Self::take_beams`] has the answers of those that ended.
     ///
     /// # Errors
-    /// `NotInFlight`, `RowCount`. Nothing has changed then.
-    pub fn commit(&mut self, step_id: u64, tokens: &[i32], states: &mut Vec<i32>) -> Result<(), StepError> {
+    /// `NotInFlight`, `RowCount`, `CandidateCount`. Nothing has changed then.
+    pub fn commit(
+        &mut self,
+        step_id: u64,
+        tokens: &[i32],
+        candidates: &BeamRows<'_>,
+        states: &mut Vec<i32>,
+    ) -> Result<(), StepError> {
         self.expect_in_flight(step_id)?;
         let rows = self.scheduled.iter().map(|part| part.num_rows as usize).sum();
         if tokens.len() != rows {
@@ -187,7 +203,9 @@ impl Scheduler {
                 rows,
             });
         }
+        self.check_candidates(candidates)?;
         states.clear();
+        let mut rows_of_beams = Vec::new();
         states.reserve(rows);
         let num_changes = self.queues.num_changes();
         let scheduled = std::mem::take(&mut self.scheduled);
@@ -199,15 +217,20 @@ impl Scheduler {
             tokens = rest;
             match *sampled {
                 [] => {}
+                [_] if self.beam_candidates(part).is_some() => {
+                    rows_of_beams.push((part.seq, states.len()));
+                    states.push(0);
+                }
                 [token] => self.append(part.seq, token, states),
                 _ => self.append_forks(part.seq, sampled, states),
             }
         }
+        self.commit_beams(&rows_of_beams, candidates, states);
         self.scheduled = scheduled;
         self.end_step();
         self.stats.steps += 1;
         self.stats.generation_tokens += rows as u64;
-        if self.queues.num_changes() != num_changes {
+        if self.queues.num_changes() != num_changes || !rows_of_beams.is_empty() {
             self.count_wasted_slots();
         }
         self.publish_stats();
@@ -273,7 +296,14 @@ impl Scheduler {
         while let Some(idx) = self.queues.running_at(at).filter(|_| budget.tokens > 0) {
             at += 1;
             let sequence = self.sequences.get(idx);
-            if sequence.last_step == self.step_id || sequence.decodes() != decodes {
+            if sequence.last_step == self.step_id {
+                continue;
+            }
+            if decodes && sequence.leads_beams() {
+                num_scheduled += self.schedule_beams(idx, budget);
+                continue;
+            }
+            if sequence.decodes() != decodes {
                 continue;
             }
             let Some(part) = budget.part_of(idx, sequence, sequence.num_computed) else {
@@ -289,30 +319,38 @@ impl Scheduler {
 
     /// Gets the blocks for the next `num_tokens` tokens of a running sequence, at the cost of newer ones if need be.
     fn make_room(&mut self, idx: SeqIdx, num_tokens: u32) -> bool {
-        loop {
-            let sequence = self.sequences.get_mut(idx);
-            let (from, to) = (sequence.num_computed, sequence.num_computed + num_tokens);
-            let table = sequence
-                .table
-                .as_mut()
-                .expect("a running sequence has a block table");
-            if table.reserve(&mut self.pool, from, to, &mut self.copies).is_ok() {
-                return true;
-            }
+        while !self.reserve(idx, num_tokens) {
             let Some(victim) = self.victim(idx) else {
                 return false;
             };
             self.preempt(victim);
         }
+        true
+    }
+
+    /// Makes the slots of the next `num_tokens` tokens of a running sequence writable, or leaves everything as it was.
+    pub(super) fn reserve(&mut self, idx: SeqIdx, num_tokens: u32) -> bool {
+        let sequence = self.sequences.get_mut(idx);
+        let (from, to) = (sequence.num_computed, sequence.num_computed + num_tokens);
+        let table = sequence
+            .table
+            .as_mut()
+            .expect("a running sequence has a block table");
+        table.reserve(&mut self.pool, from, to, &mut self.copies).is_ok()
     }
 
     /// A running sequence behind `idx` that is not part of this step, chosen by `policy`.
     ///
     /// Without one, `idx` keeps its blocks and sits the step out. The first sequence is never a victim, and it can
     /// take every block that no sequence of this step holds, so something always gets on.
-    fn victim(&self, idx: SeqIdx) -> Option<SeqIdx> {
-        let key = self.sequences.get(idx).key;
-        let spare = |&other: &SeqIdx| self.sequences.get(other).last_step != self.step_id;
+    pub(super) fn victim(&self, idx: SeqIdx) -> Option<SeqIdx> {
+        let Sequence { key, request, .. } = *self.sequences.get(idx);
+        // Taking a beam takes its group.
+        let spare = |&other: &SeqIdx| {
+            let other = self.sequences.get(other);
+            other.last_step != self.step_id
+                && !(other.is_beam && (other.request == request || self.has_beam_in_step(other.request)))
+        };
         self.queues.running_after(key).filter(spare).max_by_key(|&other| {
             let sequence = self.sequences.get(other);
             policy::victim_rank(sequence.key, sequence.num_preemptions)
@@ -322,7 +360,12 @@ impl Scheduler {
     pub(super) fn push_part(&mut self, part: Scheduled, budget: &mut Budget) {
         budget.tokens -= part.num_tokens;
         budget.rows -= part.num_rows;
-        self.sequences.get_mut(part.seq).last_step = self.step_id;
+        let sequence = self.sequences.get_mut(part.seq);
+        sequence.last_step = self.step_id;
+        if sequence.is_beam {
+            let request = sequence.request;
+            self.note_beam_step(request);
+        }
         self.scheduled.push(part);
     }
 
@@ -330,6 +373,7 @@ impl Scheduler {
         let num_ended = self.ended.len().min(MAX_ENDED_PER_STEP);
         let count = |len: usize| u32::try_from(len).expect("step counts fit");
         let block_size = self.config.block_size;
+        let beam_rows = self.beam_rows();
         let header = StepHeader {
             step_id: self.step_id,
             num_tokens: self.scheduled.iter().map(|part| part.num_tokens).sum(),
@@ -338,6 +382,7 @@ impl Scheduler {
             num_rows: self.scheduled.iter().map(|part| part.num_rows).sum(),
             num_copies: count(self.copies.len()),
             num_ended: count(num_ended),
+            num_beam_rows: count(beam_rows.len()),
         };
         let num_table_blocks = self
             .scheduled
@@ -363,7 +408,7 @@ impl Scheduler {
         for part in others.iter().map(describe) {
             writer.part(&part);
         }
-        writer.finish(&self.copies, self.ended.drain(..num_ended));
+        writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
         self.stats.copies += self.copies.len() as u64;
         header
     }
@@ -424,34 +469,17 @@ impl Scheduler {
 
     /// Adds a sample that shares every block of `parent`. Without a place to run it waits, and finds them by prefix.
     fn fork(&mut self, parent: SeqIdx, sample_index: u32, token: u32) -> SeqIdx {
-        let has_place = self.queues.num_running() < self.config.max_num_seqs as usize;
+        let has_place = self.num_places() < self.config.max_num_seqs as usize;
         let sequence = self.sequences.get(parent);
         let (request, tenant) = (sequence.request, sequence.tenant);
-        let key = QueueKey {
-            sample_index,
-            ..sequence.key
-        };
         let mut tokens = sequence.tokens.clone();
         tokens.push(token);
-        let idx = self.sequences.insert(Sequence {
-            request,
-            tenant,
-            key,
-            words: sequence.words.of_sample(sample_index),
-            end_rule: sequence.end_rule,
-            tokens,
-            prompt_len: sequence.prompt_len,
-            num_computed: if has_place { sequence.num_computed } else { 0 },
-            table: has_place.then(|| sequence.table().fork(&mut self.pool)),
-            pending_forks: 0,
-            num_computed_before: sequence.num_computed,
-            num_preemptions: 0,
-            hashes: Vec::new(),
-            num_passed: 0,
-            num_deferrals: 0,
-            num_admitted_before: self.num_admitted,
-            last_step: 0,
-        });
+        let table = has_place.then(|| sequence.table().fork(&mut self.pool));
+        let num_computed = if has_place { sequence.num_computed } else { 0 };
+        let mut fork = sequence.sibling(sample_index, tokens, num_computed, table);
+        fork.num_admitted_before = self.num_admitted;
+        let key = fork.key;
+        let idx = self.sequences.insert(fork);
         if has_place {
             self.queues.run(key, idx);
         } else {
@@ -487,9 +515,9 @@ pub(super) struct Budget {
 impl Budget {
     /// The part that fits of the tokens which a sequence has beyond `num_computed`, or None where its rows do not.
     pub(super) fn part_of(&self, seq: SeqIdx, sequence: &Sequence, num_computed: u32) -> Option<Scheduled> {
-        let num_remaining = sequence.num_tokens() - num_computed;
+        let num_remaining = sequence.num_alone() - num_computed;
         let num_tokens = num_remaining.min(self.tokens);
-        let num_rows = if num_tokens == num_remaining {
+        let num_rows = if num_computed + num_tokens == sequence.num_tokens() {
             sequence.num_rows()
         } else {
             0

@@ -45,6 +45,8 @@ pub(super) struct Sequence {
     pub(super) table: Option<BlockTable>,
     /// Samples that will be forked off when the prompt is computed.
     pub(super) pending_forks: u32,
+    /// One of several beams of a search: its last token is computed in the same step as those of the others.
+    pub(super) is_beam: bool,
     /// Tokens computed before the last preemption: computing them again is no new work.
     pub(super) num_computed_before: u32,
     pub(super) num_preemptions: u32,
@@ -71,6 +73,11 @@ impl Sequence {
         self.num_tokens() - self.num_computed
     }
 
+    /// Tokens that it may compute whatever becomes of other sequences.
+    pub(super) fn num_alone(&self) -> u32 {
+        self.num_tokens() - u32::from(self.is_beam)
+    }
+
     pub(super) fn num_generated(&self) -> u32 {
         self.num_tokens() - self.prompt_len
     }
@@ -81,11 +88,49 @@ impl Sequence {
 
     /// Whether its next step computes one token and samples one.
     pub(super) fn decodes(&self) -> bool {
-        self.num_remaining() == 1 && self.pending_forks == 0
+        self.num_remaining() == 1 && self.pending_forks == 0 && !self.is_beam
+    }
+
+    /// Whether it is the first of several beams.
+    pub(super) const fn leads_beams(&self) -> bool {
+        self.is_beam && self.key.sample_index == 0
     }
 
     /// Rows to sample once all its tokens are computed.
     pub(super) const fn num_rows(&self) -> u32 {
         1 + self.pending_forks
+    }
+
+    /// Another sequence of the request that goes on from this one's prompt.
+    pub(super) const fn sibling(
+        &self,
+        sample_index: u32,
+        tokens: Vec<u32>,
+        num_computed: u32,
+        table: Option<BlockTable>,
+    ) -> Self {
+        Self {
+            request: self.request,
+            tenant: self.tenant,
+            key: QueueKey {
+                sample_index,
+                ..self.key
+            },
+            words: self.words.of_sample(sample_index),
+            end_rule: self.end_rule,
+            tokens,
+            prompt_len: self.prompt_len,
+            num_computed,
+            table,
+            pending_forks: 0,
+            is_beam: false,
+            num_computed_before: self.num_computed,
+            num_preemptions: 0,
+            hashes: Vec::new(),
+            num_passed: 0,
+            num_deferrals: 0,
+            num_admitted_before: self.num_admitted_before,
+            last_step: 0,
+        }
     }
 }

@@ -22,6 +22,7 @@
 //! swaps         0     blocks that move between tiers
 //! rows          R*4   request id (low, high), sample index, prompt tokens that were found in the cache
 //! ended         E*4   request id (low, high), sample index, reason: sequences that ended outside a commit
+//! beams         B*2   row that belongs to a beam, number of candidates that the commit needs of it
 //! ```
 //!
 //! The first sequences are those that decode: one scheduled token, which is sampled. Others may have one token too. A
@@ -56,9 +57,10 @@ pub enum Section {
     Swaps,
     Rows,
     Ended,
+    Beams,
 }
 
-const NUM_SECTIONS: usize = 14;
+const NUM_SECTIONS: usize = 15;
 const DIRECTORY_LEN: usize = 2 + 2 * NUM_SECTIONS;
 /// Words per row of `sampling`.
 pub(super) const SAMPLING_WORDS: usize = 9;
@@ -66,6 +68,8 @@ pub(super) const SAMPLING_WORDS: usize = 9;
 const COPY_WORDS: usize = 2;
 /// Words per row of `rows`, and per entry of `ended`.
 pub(super) const ROW_WORDS: usize = 4;
+/// Words per entry of `beams`.
+const BEAM_WORDS: usize = 2;
 
 /// What a step holds, as counts.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -84,6 +88,8 @@ pub struct StepHeader {
     pub num_copies: u32,
     /// E.
     pub num_ended: u32,
+    /// B.
+    pub num_beam_rows: u32,
 }
 
 /// What the rows of a sequence say in every step, packed once when it begins: a decode step copies these words instead
@@ -174,7 +180,7 @@ pub(super) fn arena_len(config: &CoreConfig) -> usize {
         + 2 * (sequences + 1)
         + sequences
         + tables
-        + rows * (1 + SAMPLING_WORDS + ROW_WORDS)
+        + rows * (1 + SAMPLING_WORDS + ROW_WORDS + BEAM_WORDS)
         + 2 * sequences
         + ROW_WORDS * MAX_ENDED_PER_STEP
 }
@@ -211,6 +217,7 @@ pub(super) struct Writer<'a> {
     copies: &'a mut [[i32; COPY_WORDS]],
     rows: &'a mut [[i32; ROW_WORDS]],
     ended: &'a mut [[i32; ROW_WORDS]],
+    beams: &'a mut [[i32; BEAM_WORDS]],
     /// Tokens, sequences, blocks of tables and rows written so far.
     num_tokens: usize,
     num_sequences: usize,
@@ -240,12 +247,13 @@ impl<'a> Writer<'a> {
         num_table_blocks: usize,
         block_size: u32,
     ) -> Self {
-        let [tokens, sequences, rows, copies, ended] = [
+        let [tokens, sequences, rows, copies, ended, beams] = [
             header.num_tokens,
             header.num_sequences,
             header.num_rows,
             header.num_copies,
             header.num_ended,
+            header.num_beam_rows,
         ]
         .map(|count| count as usize);
         let (directory, rest) = arena.split_at_mut(DIRECTORY_LEN);
@@ -266,6 +274,7 @@ impl<'a> Writer<'a> {
             0,
             rows * ROW_WORDS,
             ended * ROW_WORDS,
+            beams * BEAM_WORDS,
         ];
         let mut end = DIRECTORY_LEN;
         for (entry, &len) in directory[2..].as_chunks_mut::<2>().0.iter_mut().zip(&lengths) {
@@ -289,6 +298,7 @@ impl<'a> Writer<'a> {
             copies: rest.cut(copies),
             rows: rest.cut(rows),
             ended: rest.cut(ended),
+            beams: rest.cut(beams),
             num_tokens: 0,
             num_sequences: 0,
             num_table_blocks: 0,
@@ -378,13 +388,20 @@ impl<'a> Writer<'a> {
         self.num_rows += 1;
     }
 
-    /// Writes the copies and the sequences that ended, and checks that every section is full.
-    pub(super) fn finish(self, copies: &[(BlockId, BlockId)], ended: impl ExactSizeIterator<Item = Ended>) {
+    /// Writes the copies, the sequences that ended and the rows of beams with the candidates that are wanted of them, and
+    /// checks that every section is full.
+    pub(super) fn finish(
+        self,
+        copies: &[(BlockId, BlockId)],
+        ended: impl ExactSizeIterator<Item = Ended>,
+        beams: &[(u32, u32)],
+    ) {
         let written = [
             (self.num_tokens, self.token_ids.len()),
             (self.num_sequences, self.seq_lens.len()),
             (self.num_table_blocks, self.block_ids.len()),
             (self.num_rows, self.rows.len()),
+            (beams.len(), self.beams.len()),
             (copies.len(), self.copies.len()),
             (ended.len(), self.ended.len()),
         ];
@@ -393,6 +410,9 @@ impl<'a> Writer<'a> {
         }
         for (out, (src, dst)) in self.copies.iter_mut().zip(copies) {
             *out = [src.0.cast_signed(), dst.0.cast_signed()];
+        }
+        for (out, (row, num_candidates)) in self.beams.iter_mut().zip(beams) {
+            *out = [row.cast_signed(), num_candidates.cast_signed()];
         }
         for (out, entry) in self.ended.iter_mut().zip(ended) {
             *out = [

@@ -119,6 +119,7 @@ class PagedRun:
             [],
             [0, 0, 0, 0] * len(rows),
             [],
+            [],
         ]
         return StepBatch.from_arena(write_arena(sections), sum(n == 1 for _, n in chunks))
 

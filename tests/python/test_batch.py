@@ -55,7 +55,7 @@ def test_the_sections_for_the_host_are_tables(arena: Any) -> None:
 def test_views_share_the_memory_of_the_arena() -> None:
     arena = golden()
     batch = StepBatch.from_arena(arena, num_decodes=1)
-    arena[30] = 99
+    arena[32] = 99
     assert batch.token_ids[0] == 99
 
 
@@ -66,8 +66,8 @@ def test_what_lies_behind_the_used_part_is_not_read() -> None:
 
 
 def test_a_section_that_is_not_known_is_no_obstacle() -> None:
-    sections: list[list[int]] = [[] for _ in range(15)]
-    sections[0], sections[14] = [3, 4], [1, 2, 3]
+    sections: list[list[int]] = [[] for _ in range(16)]
+    sections[0], sections[15] = [3, 4], [1, 2, 3]
     assert StepBatch.from_arena(write_arena(sections), 0).token_ids.tolist() == [3, 4]
 
 
@@ -79,8 +79,8 @@ def test_another_version_is_refused() -> None:
 
 
 def test_a_missing_section_is_refused() -> None:
-    with pytest.raises(ValueError, match="13 sections; this code reads 14"):
-        StepBatch.from_arena(write_arena([[]] * 13), 0)
+    with pytest.raises(ValueError, match="14 sections; this code reads 15"):
+        StepBatch.from_arena(write_arena([[]] * 14), 0)
 
 
 @pytest.mark.parametrize(("word", "value"), [(4, -1), (4, 100_000), (5, -1), (5, 100_000)])

@@ -10,6 +10,7 @@ import pytest
 from pagedkv.bench import __main__ as command
 from pagedkv.bench import core, replay, trace
 from prefix_cache_sim import Sim
+from tiny_llm import Checkpoint
 
 CUT = Path(__file__).parent.parent / "data" / "conversation_cut.jsonl"
 
@@ -140,3 +141,42 @@ def test_prompts_differ_where_their_ids_do() -> None:
 def test_no_torch_is_needed() -> None:
     program = "import sys, pagedkv.bench.__main__; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_sharing_counts_the_prompt_once(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    figures, drawing = tmp_path / "sharing.json", tmp_path / "sharing.svg"
+    options = [
+        "--model",
+        str(checkpoint.path),
+        "--threads",
+        "1",
+        "--num-blocks",
+        "400",
+        "--max-model-len",
+        "128",
+    ]
+    sizes = ["--prompt-len", "60", "--max-tokens", "6"]
+    assert command.main(["sharing", *options, *sizes, "--json", str(figures), "--plot", str(drawing)]) == 0
+    by_name = {(one["group"], one["name"]): one for one in json.loads(figures.read_text())}
+    assert len(by_name) == 7
+    for name in ("one request, n=16", "16 requests"):
+        assert by_name["samples", name]["prompt_tokens"] < 60 + 16 * 16
+    assert by_name["samples", "16 requests, no prefix cache"]["prompt_tokens"] == 16 * 60
+    one = by_name["samples", "one request, n=16"]
+    # Three full blocks are shared, and each sample has a tail of its own that it outgrows by two tokens.
+    assert (one["prompt_tokens"], one["peak_blocks"], one["copies"]) == (60, 3 + 16 * 2, 15)
+    beam = by_name["beams", "one request, beam width 8"]
+    assert beam["prompt_tokens"] == 60
+    assert beam["peak_blocks"] <= 3 + 8 * 2
+    assert beam["steps"] == by_name["beams", "one request, n=8"]["steps"] == 6
+    assert beam["step_ms"] > 0
+    root = ET.fromstring(drawing.read_text())
+    assert len(root.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 3 * 7
+
+
+def test_sharing_refuses_a_prompt_that_it_has_no_text_for(
+    checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sharing", "--model", str(checkpoint.path), "--num-blocks", "400", "--prompt-len", "9999999"]
+    assert command.main(arguments) == 2
+    assert "--prompt-len allows no more" in capsys.readouterr().err

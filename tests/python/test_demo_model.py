@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pagedkv import LLM, SamplingParams
+from beam_reference import check_beams, hf_beams
+from pagedkv import LLM, BeamSearchParams, SamplingParams
 from tiny_models import hf_from_demo
 
 NUM_TOKENS = 64
@@ -35,6 +36,26 @@ pytestmark = pytest.mark.slow
 def llm() -> LLM:
     torch.set_num_threads(1)
     return LLM(dtype="float32", device="cpu", threads=1, max_model_len=1024, kv_memory="512MiB")
+
+
+def test_beam_searches_equal_transformers(llm):
+    """A peaked distribution and a large vocabulary, where the tiny models have neither."""
+    reference = hf_from_demo()
+    eos = sorted({*llm.model_config.eos_token_ids, *llm.tokenizer.eos_token_ids})
+    # A question of the chat template ends soon; a text goes on to the end.
+    chat = llm.tokenizer.chat_prompt([{"role": "user", "content": "What is 2 plus 2?"}])
+    asked = [
+        (chat, 8, 24, {}),
+        (PROMPTS[0], 4, 16, {"early_stopping": True}),
+        (PROMPTS[5], 2, 20, {"length_penalty": 0.0}),
+    ]
+    num_stopped = 0
+    for prompt, width, max_tokens, options in asked:
+        (output,) = llm.beam_search([prompt], BeamSearchParams(width, max_tokens, **options))
+        expected = hf_beams(reference, output.prompt_token_ids, width, max_tokens, eos, **options)
+        num_stopped += check_beams(output, expected, options.get("length_penalty", 1.0))
+    assert num_stopped > 0
+    llm.check_invariants()
 
 
 def test_greedy_tokens_equal_transformers(llm):

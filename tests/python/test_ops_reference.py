@@ -215,7 +215,7 @@ def test_attention_over_shuffled_blocks_equals_sums_written_out() -> None:
             key_cache[table[position // 4], :, position % 4] = keys[s][position]
             value_cache[table[position // 4], :, position % 4] = values[s][position]
     positions = [p for length, n in zip(lengths, num_queries, strict=True) for p in range(length - n, length)]
-    sections: list[list[int]] = [[] for _ in range(14)]
+    sections: list[list[int]] = [[] for _ in range(15)]
     sections[2], sections[4], sections[5] = positions, [0, 1, 2, 5], lengths
     sections[6], sections[7] = [0, 2, 5, 7], [block for table in tables for block in table]
     q = torch.randn(5, 4, 8, generator=generator)

@@ -191,7 +191,6 @@ def test_place_inside_messages_is_spelled_out() -> None:
         ("presence_penalty", 0, "0"),
         ("repetition_penalty", 1.0, 1.1),
         ("logit_bias", {}, {"5": 1}),
-        ("best_of", 1, 2),
         ("tools", [], [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto", "required"),
         ("tool_choice", "none", {"type": "function", "function": {"name": "f"}}),
@@ -204,7 +203,9 @@ def test_place_inside_messages_is_spelled_out() -> None:
         ("functions", [], [{"name": "f"}]),
         ("guided_json", None, {}),
         ("structured_outputs", None, {"grammar": "x"}),
-        ("use_beam_search", False, True),
+        ("length_penalty", 1, 0.5),
+        ("early_stopping", False, True),
+        ("early_stopping", False, "never"),
         ("return_token_ids", False, True),
     ],
 )
@@ -218,9 +219,41 @@ def test_unsupported_field_is_refused_unless_neutral(field: str, neutral: Any, r
         assert error.code == "unsupported_parameter"
 
 
-def test_best_of_equal_to_n_is_accepted() -> None:
-    assert completion(n=2, best_of=2)[0].n == 2
-    assert refused(completion, n=3, best_of=2).param == "best_of"
+def test_best_of_is_at_least_n() -> None:
+    assert completion(n=2, best_of=2)[0].best_of == 2
+    assert completion(n=2, best_of=5)[0].best_of == 5
+    error = refused(completion, n=3, best_of=2)
+    assert (error.param, error.message) == ("best_of", "best_of must be at least n (3), got 2.")
+    assert refused(completion, best_of=129).param == "best_of"
+    assert refused(completion, prompt=["a"] * 10, best_of=128).param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "neutral", "real"),
+    [
+        ("temperature", 0, 0.5),
+        ("best_of", 2, 3),
+        ("top_p", 1.0, 0.9),
+        ("top_k", -1, 5),
+        ("min_p", 0, 0.1),
+        ("stop", [], "x"),
+        ("stop_token_ids", [], [3]),
+        ("length_penalty", 2.0, 6.0),
+        ("length_penalty", -0.5, "1"),
+        ("early_stopping", "never", "always"),
+        ("early_stopping", True, 1),
+        ("use_beam_search", True, 1),
+    ],
+)
+def test_a_beam_search_takes_its_own_fields_only(field: str, neutral: Any, real: Any) -> None:
+    for call in (completion, chat):
+        body, ignored = call(**{"use_beam_search": True, "n": 2, field: neutral})
+        assert (ignored, body.use_beam_search) == ([], True)
+        error = refused(call, **{"use_beam_search": True, "n": 2, field: real})
+        assert error.param == field
+        assert field in error.message
+    assert refused(completion, use_beam_search=True, logprobs=0).param == "logprobs"
+    assert refused(chat, use_beam_search=True, logprobs=True).param == "logprobs"
 
 
 def test_unknown_fields_are_ignored_and_named() -> None:

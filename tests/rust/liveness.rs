@@ -6,6 +6,7 @@ use pagedkv::config::CoreConfig;
 use pagedkv::ids::RequestId;
 use pagedkv::sched::SamplingParams;
 
+use crate::beams::{assert_answers, beams};
 use crate::simulator::{Simulator, config, expected, greedy, prompt};
 
 /// xorshift64*: enough to mix operations, and the same in every run.
@@ -26,18 +27,33 @@ struct Live {
     params: SamplingParams,
 }
 
-fn submit(simulator: &Simulator, chance: &mut Chance) -> Option<Live> {
-    let prompt = prompt(chance.below(6), 1 + chance.below(60) as usize);
-    let params = SamplingParams {
+fn params(chance: &mut Chance) -> SamplingParams {
+    let seed = u64::from(chance.below(4));
+    let priority = chance.below(3).cast_signed() - 1;
+    if chance.below(3) == 0 {
+        // Longer than what admission leaves room for, so that groups are preempted.
+        return SamplingParams {
+            priority,
+            ignore_eos: true,
+            ..beams(2, 30 + chance.below(11))
+        };
+    }
+    SamplingParams {
+        seed,
+        priority,
         n: if chance.below(5) == 0 {
             1 + chance.below(6)
         } else {
             1
         },
-        seed: u64::from(chance.below(4)),
-        priority: chance.below(3).cast_signed() - 1,
         ..greedy(1 + chance.below(20))
-    };
+    }
+}
+
+fn submit(simulator: &Simulator, chance: &mut Chance) -> Option<Live> {
+    let params = params(chance);
+    let longest = if params.beam.is_some() { 8 } else { 60 };
+    let prompt = prompt(chance.below(6), 1 + chance.below(longest) as usize);
     let salt = vec![chance.below(3) as u8];
     let id = simulator
         .scheduler
@@ -47,15 +63,32 @@ fn submit(simulator: &Simulator, chance: &mut Chance) -> Option<Live> {
     Some(Live { id, prompt, params })
 }
 
+fn is_search(live: &[Live], id: RequestId) -> bool {
+    live.iter()
+        .any(|request| request.id == id && request.params.beam.is_some())
+}
+
 /// Checks the requests that ended, and forgets them.
 fn collect(simulator: &mut Simulator, live: &mut Vec<Live>) -> usize {
     let before = live.len();
     live.retain(|request| {
-        let samples: Vec<_> = (0..request.params.n)
+        let num_samples = request.params.beam.map_or(request.params.n, |beam| beam.width);
+        let samples: Vec<_> = (0..num_samples)
             .map(|sample_index| (request.id, sample_index))
             .collect();
         if !samples.iter().all(|sample| simulator.ended.contains_key(sample)) {
             return true;
+        }
+        simulator.cached.remove(&request.id);
+        if request.params.beam.is_some() {
+            let reasons = samples
+                .iter()
+                .map(|sample| simulator.ended.remove(sample).unwrap());
+            if !reasons.collect::<Vec<_>>().contains(&3) {
+                assert_answers(simulator, request.id, &request.prompt, &request.params);
+                simulator.answers.remove(&request.id);
+            }
+            return false;
         }
         for sample in samples {
             let (whole, state) = expected(&request.prompt, &request.params, sample.1);
@@ -67,7 +100,6 @@ fn collect(simulator: &mut Simulator, live: &mut Vec<Live>) -> usize {
                 "{sample:?} ended by {ended}"
             );
         }
-        simulator.cached.remove(&request.id);
         false
     });
     before - live.len()
@@ -87,7 +119,7 @@ fn every_request_ends_in_a_pool_that_barely_holds_the_largest() {
     let mut simulator = Simulator::new(sizes);
     let mut chance = Chance(0x9e37_79b9_7f4a_7c15);
     let mut live: Vec<Live> = Vec::new();
-    let mut num_ended = 0;
+    let (mut num_ended, mut num_parked) = (0, 0);
     for step in 0..num_steps {
         if chance.below(4) == 0 {
             live.extend(submit(&simulator, &mut chance));
@@ -97,13 +129,29 @@ fn every_request_ends_in_a_pool_that_barely_holds_the_largest() {
             simulator.scheduler.edge().abort(live[which].id);
         }
         simulator.step();
+        // A group that waits with tokens beyond its prompt has been preempted.
+        num_parked += simulator
+            .scheduler
+            .sequences()
+            .iter()
+            .filter(|one| !one.running && one.num_preemptions > 0 && is_search(&live, one.request))
+            .count();
         if step % 64 == 0 {
             num_ended += collect(&mut simulator, &mut live);
         }
     }
     simulator.run(10_000);
     num_ended += collect(&mut simulator, &mut live);
-    assert!(live.is_empty() && simulator.ended.is_empty() && simulator.generated.is_empty());
+    assert!(
+        num_parked as u64 > num_steps / 100,
+        "groups are preempted: {num_parked}"
+    );
+    assert!(
+        live.is_empty()
+            && simulator.answers.is_empty()
+            && simulator.ended.is_empty()
+            && simulator.generated.is_empty()
+    );
     simulator.assert_empty();
     let stats = simulator.scheduler.edge().stats();
     assert!(stats.preemptions > num_steps / 1000 && stats.evictions > num_steps / 100);

@@ -9,11 +9,13 @@
     reason = "a test that panics has said what it has to say, and its numbers are small"
 )]
 
+mod beams;
 mod block;
 mod cpu_kernels;
 mod edge_stress;
 mod explain;
 mod liveness;
+mod samples;
 mod scheduler;
 mod scheduler_partial;
 mod scheduler_policy;

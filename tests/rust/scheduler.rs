@@ -2,7 +2,7 @@
 
 use pagedkv::error::{StepError, SubmitError};
 use pagedkv::ids::RequestId;
-use pagedkv::sched::{SamplingParams, Section};
+use pagedkv::sched::{BeamRows, SamplingParams, Section};
 
 use crate::simulator::{Simulator, config, expected, greedy, prompt, section};
 
@@ -301,7 +301,12 @@ fn a_failed_step_ends_its_requests_only() {
 fn calls_out_of_turn_change_nothing() {
     let mut simulator = Simulator::new(config(20, 4));
     let mut states = Vec::new();
-    assert!(simulator.scheduler.commit(1, &[], &mut states).is_err());
+    assert!(
+        simulator
+            .scheduler
+            .commit(1, &[], &BeamRows::default(), &mut states)
+            .is_err()
+    );
     let (prompt, params) = (prompt(0, 5), greedy(3));
     let id = simulator.submit(&prompt, &params);
     assert!(simulator.scheduler.schedule(&mut [0; 4]).is_err());
@@ -313,20 +318,20 @@ fn calls_out_of_turn_change_nothing() {
     assert!(
         simulator
             .scheduler
-            .commit(header.step_id + 1, &[1], &mut states)
+            .commit(header.step_id + 1, &[1], &BeamRows::default(), &mut states)
             .is_err()
     );
     assert!(
         simulator
             .scheduler
-            .commit(header.step_id, &[1, 2], &mut states)
+            .commit(header.step_id, &[1, 2], &BeamRows::default(), &mut states)
             .is_err()
     );
     simulator.check();
     let tokens = simulator.forward(&header);
     simulator
         .scheduler
-        .commit(header.step_id, &tokens, &mut states)
+        .commit(header.step_id, &tokens, &BeamRows::default(), &mut states)
         .unwrap();
     assert_eq!(tokens[0].cast_unsigned(), expected(&prompt, &params, 0).0[0]);
     simulator.run(10);

@@ -5,6 +5,7 @@ use pagedkv::ids::RequestId;
 use pagedkv::sched::SamplingParams;
 use proptest::prelude::*;
 
+use crate::beams::{assert_answers, beams};
 use crate::simulator::{Simulator, config, expected, greedy, prompt};
 
 #[derive(Clone, Debug)]
@@ -16,6 +17,7 @@ struct Submit {
     salt: u8,
     stop_token: Option<u32>,
     priority: i32,
+    beam_width: Option<u32>,
 }
 
 #[derive(Clone, Debug)]
@@ -41,18 +43,22 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
         0u8..2,
         prop::option::weighted(0.2, 1u32..40),
         -1i32..2,
+        prop::option::weighted(0.2, 1u32..6),
     )
-        .prop_map(|(seed, len, max_tokens, n, salt, stop_token, priority)| {
-            Operation::Submit(Submit {
-                seed,
-                len,
-                max_tokens,
-                n,
-                salt,
-                stop_token,
-                priority,
-            })
-        });
+        .prop_map(
+            |(seed, len, max_tokens, n, salt, stop_token, priority, beam_width)| {
+                Operation::Submit(Submit {
+                    seed,
+                    len,
+                    max_tokens,
+                    n,
+                    salt,
+                    stop_token,
+                    priority,
+                    beam_width,
+                })
+            },
+        );
     let operation = prop_oneof![
         8 => submit,
         24 => Just(Operation::Step),
@@ -109,11 +115,16 @@ impl World {
     fn submit(&mut self, submit: &Submit) {
         let prompt = prompt(submit.seed, submit.len);
         let params = SamplingParams {
-            n: submit.n,
             seed: u64::from(submit.seed),
             priority: submit.priority,
             stop_token_ids: submit.stop_token.into_iter().collect(),
-            ..greedy(submit.max_tokens)
+            ..match submit.beam_width {
+                Some(width) => beams(width, submit.max_tokens),
+                None => SamplingParams {
+                    n: submit.n,
+                    ..greedy(submit.max_tokens)
+                },
+            }
         };
         let edge = self.simulator.scheduler.edge();
         if let Ok(id) = edge.submit(prompt.clone(), params.clone(), vec![submit.salt]) {
@@ -137,6 +148,16 @@ impl World {
     fn assert_outputs(&self) {
         let mut num_samples = 0;
         for Submitted { id, prompt, params } in &self.submitted {
+            if let Some(beam) = params.beam {
+                num_samples += beam.width as usize;
+                if self.simulator.answers.contains_key(id) {
+                    assert_answers(&self.simulator, *id, prompt, params);
+                } else {
+                    let reasons = (0..beam.width).map(|index| self.simulator.ended[&(*id, index)]);
+                    assert!(reasons.into_iter().all(|reason| matches!(reason, 3 | 4)));
+                }
+                continue;
+            }
             for sample_index in 0..params.n {
                 num_samples += 1;
                 let sample = (*id, sample_index);

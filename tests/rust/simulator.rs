@@ -8,10 +8,10 @@ use std::collections::{HashMap, HashSet};
 
 use pagedkv::config::CoreConfig;
 use pagedkv::ids::{BlockId, RequestId};
-use pagedkv::sched::{SamplingParams, Scheduler, Section, StepHeader};
+use pagedkv::sched::{BeamRows, Hypothesis, SamplingParams, Scheduler, Section, StepHeader};
 
 pub(crate) const EOS: u32 = 0;
-const VOCABULARY: u64 = 40;
+pub(crate) const VOCABULARY: u64 = 40;
 
 pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
     CoreConfig {
@@ -71,6 +71,16 @@ pub(crate) fn expected(prompt: &[u32], params: &SamplingParams, sample_index: u3
     }
 }
 
+/// What stands for the chain of a beginning, and of a beginning that is one token longer.
+pub(crate) fn chain_of(tokens: &[u32]) -> u64 {
+    tokens.iter().fold(1, |chain, &token| mix(chain, token))
+}
+
+/// The log-probability of a token after a chain. Sums of so few bits are exact, and often equal.
+pub(crate) fn logprob(chain: u64, token: u32) -> f32 {
+    -f32::from((mix(chain ^ 0x55, token) % 1024) as u16) / 128.0
+}
+
 /// Reads an arena as a client would: through its directory alone.
 pub(crate) fn section(arena: &[i32], section: Section) -> &[i32] {
     let entry = 2 + 2 * section as usize;
@@ -91,6 +101,8 @@ pub(crate) struct Simulator {
     block_size: usize,
     pub(crate) generated: HashMap<SampleId, Vec<u32>>,
     pub(crate) ended: HashMap<SampleId, i32>,
+    /// Of beam searches.
+    pub(crate) answers: HashMap<RequestId, Vec<Hypothesis>>,
     pub(crate) cached: HashMap<RequestId, u32>,
 }
 
@@ -108,6 +120,7 @@ impl Simulator {
             block_size,
             generated,
             ended,
+            answers: HashMap::new(),
             cached,
         }
     }
@@ -152,12 +165,19 @@ impl Simulator {
         self.note_ended();
         if header.num_tokens > 0 {
             let tokens = self.forward(&header);
+            let (per_row, ids, logprobs) = self.candidates();
+            let candidates = BeamRows {
+                tokens: &ids,
+                logprobs: &logprobs,
+                per_row,
+            };
             let mut states = Vec::new();
             self.scheduler
-                .commit(header.step_id, &tokens, &mut states)
+                .commit(header.step_id, &tokens, &candidates, &mut states)
                 .unwrap();
             self.check();
             self.note_rows(&tokens, &states);
+            self.note_answers();
         }
         Some(header)
     }
@@ -230,6 +250,38 @@ impl Simulator {
             .collect()
     }
 
+    /// What the step asks of the rows of beams: the likeliest tokens, of equal ones the lowest first.
+    pub(crate) fn candidates(&self) -> (usize, Vec<i32>, Vec<f32>) {
+        let view = |wanted| section(&self.arena, wanted);
+        let beams = view(Section::Beams).as_chunks::<2>().0;
+        let per_row = beams
+            .iter()
+            .map(|&[_, wanted]| wanted as usize)
+            .max()
+            .unwrap_or(0);
+        let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
+        for &[row, _] in beams {
+            let token = view(Section::SampleRows)[row as usize] as usize;
+            let chain = self.cells[view(Section::SlotMapping)[token] as usize];
+            let mut ranked: Vec<(i32, f32)> = (0..VOCABULARY as u32)
+                .map(|token| (token.cast_signed(), logprob(chain, token)))
+                .collect();
+            ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
+            ids.extend(ranked[..per_row].iter().map(|one| one.0));
+            logprobs.extend(ranked[..per_row].iter().map(|one| one.1));
+        }
+        (per_row, ids, logprobs)
+    }
+
+    fn note_answers(&mut self) {
+        for result in self.scheduler.take_beams() {
+            for (index, one) in (0..).zip(&result.hypotheses) {
+                self.end((result.request, index), one.reason as i32);
+            }
+            self.answers.insert(result.request, result.hypotheses);
+        }
+    }
+
     /// All sources are read before any destination is written: a kernel may copy in any order.
     fn copy_blocks(&mut self) {
         let copies: Vec<(usize, usize)> = section(&self.arena, Section::Copies)
@@ -255,8 +307,16 @@ impl Simulator {
     fn note_rows(&mut self, tokens: &[i32], states: &[i32]) {
         assert_eq!(tokens.len(), states.len());
         let rows: Vec<i32> = section(&self.arena, Section::Rows).to_vec();
-        for ((words, &token), &state) in rows.chunks(4).zip(tokens).zip(states) {
+        let of_beams: HashSet<i32> = section(&self.arena, Section::Beams)
+            .chunks(2)
+            .map(|entry| entry[0])
+            .collect();
+        for (row, ((words, &token), &state)) in (0..).zip(rows.chunks(4).zip(tokens).zip(states)) {
             let sample = (id(words[0], words[1]), words[2].cast_unsigned());
+            if of_beams.contains(&row) {
+                self.cached.insert(sample.0, words[3].cast_unsigned());
+                continue;
+            }
             self.generated
                 .entry(sample)
                 .or_default()

@@ -1,1 +1,1 @@
-"""Benchmarks that drive the real core without a model: `python -m pagedkv.bench`."""
+"""Benchmarks that drive the real core, most of them without a model: `python -m pagedkv.bench`."""

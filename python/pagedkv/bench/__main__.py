@@ -1,4 +1,4 @@
-"""`python -m pagedkv.bench replay | core`: the command line of the benchmarks."""
+"""`python -m pagedkv.bench replay | core | sharing`: the command line of the benchmarks."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pagedkv import config
 from pagedkv.bench import core, plot, replay, trace
 
 POLICIES = ("lru", "turn")
@@ -41,7 +42,7 @@ def _positive_float(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of both benchmarks."""
+    """The command line of all benchmarks."""
     result = argparse.ArgumentParser(prog="python -m pagedkv.bench", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
 
@@ -90,6 +91,25 @@ def parser() -> argparse.ArgumentParser:
 
     steps = commands.add_parser("core", help="time schedule and commit for sequences that decode")
     steps.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+
+    shares = commands.add_parser(
+        "sharing",
+        help="samples and beams of one prompt beside the same work as separate requests",
+        description="Runs a model: 16 samples of a prompt as one request, and a beam search of width 8,"
+        " beside as many separate requests with and without the prefix cache.",
+    )
+    shares.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    shares.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG of the results here")
+    shares.add_argument(
+        "--prompt-len", type=_positive, default=512, metavar="N", help="tokens of the prompt (default: 512)"
+    )
+    shares.add_argument(
+        "--max-tokens", type=_positive, default=64, metavar="N", help="tokens of each answer (default: 64)"
+    )
+    shares.add_argument(
+        "--rounds", type=_positive, default=1, metavar="N", help="the quickest of N runs counts (default: 1)"
+    )
+    config.add_cli_options(shares)
     return result
 
 
@@ -137,14 +157,28 @@ def _replay(options: argparse.Namespace) -> None:
         options.plot.write_text(plot.blocks_in_use(curves, label))
 
 
+def _sharing(options: argparse.Namespace) -> None:
+    # torch is imported for the one benchmark that computes.
+    from pagedkv.bench import bars, sharing
+
+    engine = config.from_cli(options)
+    outcomes = sharing.run(engine, options.prompt_len, options.max_tokens, options.rounds)
+    _write(options.json, sharing.as_json(outcomes))
+    if options.plot is not None:
+        options.plot.write_text(bars.sharing(outcomes))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one benchmark. Returns the exit status: 2 where the trace cannot be read."""
+    """Runs one benchmark. Returns the exit status: 2 where a trace or a model cannot be read."""
     options = parser().parse_args(argv)
     if options.command == "core":
         _write(options.json, core.run())
         return 0
     try:
-        _replay(options)
+        if options.command == "sharing":
+            _sharing(options)
+        else:
+            _replay(options)
     except (OSError, ValueError) as error:
         print(f"python -m pagedkv.bench: {error}", file=sys.stderr)
         return 2

@@ -56,13 +56,11 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "chat_template": _never("The model's own template is used."),
     "conversation": _never(),
     "documents": _only([]),
-    "early_stopping": _only(False),
     "echo": _only(False),
     "frequency_penalty": _only(0),
     "function_call": _only("none", "auto"),
     "functions": _only([]),
     "kv_transfer_params": _never(),
-    "length_penalty": _only(1),
     "logit_bias": _only({}),
     "logits_processors": _only([]),
     "lora_path": _never(),
@@ -82,7 +80,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "suffix": _only(""),
     "tools": _only([]),
     "truncate_prompt_tokens": _never(),
-    "use_beam_search": _only(False),
     "web_search_options": _never(),
 }
 

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from pagedkv.beam_search import BeamSearchParams
 from pagedkv.errors import InvalidRequest
-from pagedkv.request import INLINE_LEN, Request
+from pagedkv.request import INLINE_LEN, AnyParams, Request
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.serve.errors import from_invalid, refuse
 from pagedkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -93,12 +94,30 @@ def _in_words_of(body: GenerationRequest, prompt_param: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise from_invalid(error, {"prompt": prompt_param, "max_tokens": body.token_limit_field}) from error
+        raise from_invalid(
+            error,
+            {
+                "prompt": prompt_param,
+                "max_tokens": body.token_limit_field,
+                "beam_width": "n",
+            },
+        ) from error
 
 
-def _params(body: GenerationRequest) -> SamplingParams:
+def _params(body: GenerationRequest) -> AnyParams:
+    if body.use_beam_search:
+        return BeamSearchParams(
+            beam_width=body.n,
+            max_tokens=body.token_limit,
+            ignore_eos=body.ignore_eos,
+            length_penalty=body.length_penalty,
+            early_stopping=body.early_stopping,
+            skip_special_tokens=body.skip_special_tokens,
+            include_stop_str_in_output=body.include_stop_str_in_output,
+        )
     return SamplingParams(
         n=body.n,
+        best_of=body.best_of,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,

@@ -7,7 +7,7 @@ keys inside messages are ignored. `fields` says what happens to the fields that 
 
 import json
 import re
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from pagedkv.beam_search import MAX_LENGTH_PENALTY, EarlyStopping
 from pagedkv.sampling_params import (
     MAX_LOGPROBS,
     MAX_PRIORITY,
@@ -73,6 +74,12 @@ def _check_stop(value: Any) -> Any:
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise _wrong(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
     return stops
+
+
+def _check_early_stopping(value: Any) -> EarlyStopping:
+    if isinstance(value, bool) or value == "never":
+        return cast(EarlyStopping, value)
+    raise _wrong('must be true, false or "never"')
 
 
 def _check_prompt(value: Any) -> list[Prompt]:
@@ -145,6 +152,9 @@ class GenerationRequest(_Body):
     max_completion_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
+    early_stopping: Annotated[EarlyStopping, PlainValidator(_check_early_stopping)] = False
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] = 0
@@ -180,9 +190,39 @@ class GenerationRequest(_Body):
         """Refuses what each field allows but their combination does not."""
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "stream_options is only allowed where stream is true.")
-        if self.best_of is not None and self.best_of != self.n:
-            allowed = f"only a value equal to n ({self.n}) is accepted, got {self.best_of}"
-            refuse("best_of", f"best_of is not supported yet: {allowed}.", code="unsupported_parameter")
+        if self.best_of is not None and self.best_of < self.n:
+            refuse("best_of", f"best_of must be at least n ({self.n}), got {self.best_of}.")
+        if self.use_beam_search:
+            self._check_beam_search()
+            return
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if (value := getattr(self, name)) != neutral:
+                message = f"{name} is only allowed where use_beam_search is true, got {shown(value)}."
+                refuse(name, message, code="unsupported_parameter")
+
+    def _check_beam_search(self) -> None:
+        """Refuses what would change drawn answers and has no meaning in a search."""
+        if self.temperature not in (0, 1):
+            allowed = "temperature must be 0 or 1 where use_beam_search is true"
+            refuse("temperature", f"{allowed}, got {shown(self.temperature)}.")
+        drawing: dict[str, tuple[Any, ...]] = {
+            "best_of": (None, self.n),
+            "top_p": (1.0,),
+            "top_k": (0, -1),
+            "min_p": (0.0,),
+            "stop": ([],),
+            "stop_token_ids": ([],),
+        }
+        if self.num_logprobs is not None:
+            refuse(
+                "logprobs",
+                "logprobs is not supported together with use_beam_search.",
+                code="unsupported_parameter",
+            )
+        for name, neutral in drawing.items():
+            if (value := getattr(self, name)) not in neutral:
+                message = f"{name} is not supported together with use_beam_search, got {shown(value)}."
+                refuse(name, message, code="unsupported_parameter")
 
 
 class CompletionRequest(GenerationRequest):
@@ -200,9 +240,10 @@ class CompletionRequest(GenerationRequest):
     def check(self) -> None:
         """Bounds the number of sequences that one request may start."""
         super().check()
-        num_sequences = self.n * len(self.prompt)
+        each = max(self.n, self.best_of or 0)
+        num_sequences = each * len(self.prompt)
         if num_sequences > MAX_SEQUENCES:
-            product = f"n ({self.n}) times the number of prompts ({len(self.prompt)})"
+            product = f"n or best_of ({each}) times the number of prompts ({len(self.prompt)})"
             refuse("prompt", f"{product} must be at most {MAX_SEQUENCES}, got {num_sequences}.")
 
 
