@@ -291,7 +291,6 @@ impl BlockPool {
             if self.partial_matching {
                 self.index.look_up_partial(root, tokens, hit);
             }
-            hit.num_idle = self.num_idle_among(&hit.blocks);
         }
     }
 

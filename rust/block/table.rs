@@ -124,11 +124,7 @@ impl BlockTable {
             let same = idx >= hit.num_full || pool.hash(block) == hit.hashes[idx as usize];
             let current = same && pool.parent(block) == Some(parent);
             assert!(current, "block {} of the hit has been evicted", block.0);
-            if hit.is_resumed {
-                pool.share(block);
-            } else {
-                pool.reuse(block);
-            }
+            pool.reuse(block, !hit.is_resumed);
             self.blocks.push(block);
             parent = Parent::Block(block);
         }
