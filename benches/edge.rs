@@ -97,6 +97,7 @@ fn main() {
         eos_token_ids: Vec::new(),
         prefix_caching: true,
         eviction: Eviction::default(),
+        max_pinned_blocks: 0,
         max_queued_requests: 4096,
     };
     let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();

@@ -81,6 +81,7 @@ fn config(num_blocks: u32, max_num_seqs: u32) -> CoreConfig {
         eos_token_ids: Vec::new(),
         prefix_caching: true,
         eviction: Eviction::default(),
+        max_pinned_blocks: 0,
         max_queued_requests: 4096,
     }
 }

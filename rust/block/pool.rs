@@ -219,6 +219,11 @@ impl BlockPool {
         self.index.roots.hold(&key, hash)
     }
 
+    /// A namespace that is held or has published blocks, without a hold on it.
+    pub fn find_namespace(&self, namespace: &Namespace<'_>) -> Option<RootId> {
+        self.index.roots.find(&namespace.key())
+    }
+
     /// Takes one more hold on a namespace that is held.
     pub fn hold_root(&mut self, root: RootId) {
         self.index.roots.get_mut(root).num_holds += 1;

@@ -97,7 +97,7 @@ impl Scheduler {
     }
 
     /// Blocks that running sequences need for tokens which they know already: they are as good as taken.
-    fn num_promised_blocks(&self) -> u32 {
+    pub(super) fn num_promised_blocks(&self) -> u32 {
         self.queues
             .running()
             .map(|idx| {
@@ -158,7 +158,8 @@ impl Scheduler {
     /// Looks for the sequence's tokens under the root of its salt, and opens a table there.
     fn look_up_prefix(&mut self, idx: SeqIdx, hit: &mut PrefixHit) -> BlockTable {
         let sequence = self.sequences.get(idx);
-        let root = self.pool.root(&self.requests.of(sequence.request).request.salt);
+        let salt = &self.requests.of(sequence.request).request.salt;
+        let root = self.pool.namespace(&self.namespace(salt));
         self.pool.lookup(root, &sequence.tokens, hit);
         let table = BlockTable::new(root, &mut self.pool);
         self.pool.release_root(root);
@@ -174,9 +175,13 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(part.seq);
         sequence.table = Some(table);
         sequence.num_computed = part.num_computed;
+        sequence.model_epoch = self.model_epoch;
         sequence.hashes.clone_from(&hit.hashes);
         self.queues.remove(sequence.tenant, sequence.key);
         self.queues.run(sequence.key, part.seq);
+        if let Some(&first) = hit.blocks.first().filter(|_| part.num_computed > 0) {
+            self.holds.note_hit(first);
+        }
         self.count_hit(part.seq);
     }
 
@@ -186,12 +191,9 @@ impl Scheduler {
     /// is copied first; where there is no room for both the block and its copy, that block is not used.
     fn usable_hit(&self, idx: SeqIdx, table: &BlockTable, round: &Round) -> Option<u32> {
         let num_tokens = self.sequences.get(idx).num_tokens();
-        let block_size = self.config.block_size;
-        let num_hit = u32::try_from(round.hit.blocks.len()).expect("tables are short") * block_size;
         let margin = u64::from(self.growth_margin());
         let num_available = u64::from(self.pool.num_available());
-        let whole = num_hit.min(num_tokens - 1);
-        [whole, whole - whole % block_size]
+        self.hit_choices(&round.hit, num_tokens)
             .into_iter()
             .find(|&num_computed| {
                 let cost = table.admission_cost(&self.pool, &round.hit, num_computed, num_tokens);
@@ -199,8 +201,16 @@ impl Scheduler {
             })
     }
 
+    /// How much of a hit might be used, the most first.
+    pub(super) fn hit_choices(&self, hit: &PrefixHit, num_tokens: u32) -> [u32; 2] {
+        let block_size = self.config.block_size;
+        let num_hit = u32::try_from(hit.blocks.len()).expect("tables are short") * block_size;
+        let whole = num_hit.min(num_tokens - 1);
+        [whole, whole - whole % block_size]
+    }
+
     /// Blocks to leave to the running sequences; none where nothing runs, so that the largest request fits.
-    fn growth_margin(&self) -> u32 {
+    pub(super) fn growth_margin(&self) -> u32 {
         if self.queues.num_running() == 0 {
             return 0;
         }

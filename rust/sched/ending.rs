@@ -24,6 +24,9 @@ impl Scheduler {
         let mut sequence = self.sequences.remove(idx);
         let request = sequence.request;
         self.queues.remove(sequence.tenant, sequence.key);
+        if let Some(promise) = self.requests.of(request).request.params.promise {
+            self.settle_promise(promise, &mut sequence, reason);
+        }
         if let Some(table) = sequence.table.as_mut() {
             table.release(&mut self.pool);
         }

@@ -46,6 +46,8 @@ impl Scheduler {
         let id = request.id;
         let tokens = std::mem::take(&mut request.prompt);
         let tenant = self.tenants.enter(&request.salt);
+        let promise = request.params.promise;
+        request.params.promise = promise.filter(|&promise| self.holds.take_up(promise, &request.salt));
         let key = QueueKey {
             priority: request.params.priority,
             arrival: self.num_arrived,
@@ -67,6 +69,7 @@ impl Scheduler {
             num_passed: 0,
             num_deferrals: 0,
             num_admitted_before: self.num_admitted,
+            model_epoch: self.model_epoch,
             last_step: 0,
         });
         self.queues.wait(tenant, key, idx);
@@ -85,9 +88,11 @@ impl Scheduler {
     ///
     /// What was generated beyond it goes with its blocks. A sample that ended by itself in the meantime, in the one
     /// step that was under way, stays as it ended: its blocks hold what its tokens say, and nothing leads there but
-    /// the same tokens.
+    /// the same tokens. A session that it left behind ends where its answer does.
     fn finish_outside(&mut self, finish: Finish) {
         let Some(live) = self.requests.find(finish.request) else {
+            self.holds
+                .shorten_answer(&mut self.pool, finish.request, finish.num_tokens);
             return;
         };
         let is_meant = |idx: &_| self.sequences.get(*idx).key.sample_index == finish.sample_index;
@@ -100,6 +105,8 @@ impl Scheduler {
         if let Some(table) = sequence.table.as_mut() {
             table.truncate(&mut self.pool, num_kept);
         }
+        sequence.tokens.truncate(num_kept as usize);
+        sequence.num_computed = sequence.num_computed.min(num_kept);
         self.stats.discarded_tokens += u64::from(num_beyond);
         self.end_sequence(idx, FinishReason::Stop, true);
     }

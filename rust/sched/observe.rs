@@ -39,6 +39,11 @@ impl Scheduler {
             .collect()
     }
 
+    /// Blocks that pins and sessions hold.
+    pub const fn num_pinned_blocks(&self) -> u32 {
+        self.holds.num_held()
+    }
+
     pub(super) fn publish_stats(&mut self) {
         self.stats.num_running = self.queues.num_running() as u64;
         self.stats.num_waiting = self.queues.num_waiting() as u64;
@@ -48,11 +53,16 @@ impl Scheduler {
         self.stats.blocks_idle = self.pool.num_idle().into();
         self.stats.blocks_owned = self.pool.num_owned().into();
         self.stats.blocks_fenced = self.pool.num_fenced().into();
+        self.stats.blocks_pinned = self.holds.num_held().into();
+        self.stats.blocks_promised = self.holds.num_promised().into();
+        self.stats.blocks_pin_budget = self.holds.budget().into();
+        self.stats.num_pins = self.holds.num_pins() as u64;
+        self.stats.num_sessions = self.holds.num_sessions() as u64;
         self.stats.wasted_slots = self.num_wasted_slots();
         self.edge.shared.stats.publish(&self.stats);
     }
 
-    /// Token slots of owned blocks that hold no token. A tail that several samples share counts once.
+    /// Token slots of running sequences' blocks that hold no token. A tail that several samples share counts once.
     fn num_wasted_slots(&self) -> u64 {
         // Only samples of one request share a block that is not full.
         let forked = self.queues.has_forks();

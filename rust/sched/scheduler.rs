@@ -11,6 +11,7 @@ use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, i
 
 use super::edge::{Edge, Shared};
 use super::fairness::Tenants;
+use super::hold::Holds;
 use super::live::LiveRequests;
 use super::policy;
 use super::queues::{QueueKey, Queues};
@@ -38,6 +39,9 @@ pub struct Scheduler {
     pub(super) requests: LiveRequests,
     pub(super) queues: Queues,
     pub(super) tenants: Tenants,
+    pub(super) holds: Holds,
+    /// Counts the weights that have computed here; see [`crate::block::Namespace`].
+    pub(super) model_epoch: u64,
     /// The step being built, or in flight.
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
@@ -78,6 +82,7 @@ impl Scheduler {
             eviction: config.eviction,
             hash_key,
         });
+        let holds = Holds::new(config.max_pinned_blocks, config.num_blocks);
         let mut scheduler = Self {
             config,
             pool,
@@ -85,6 +90,8 @@ impl Scheduler {
             requests: LiveRequests::new(capacity),
             queues: Queues::default(),
             tenants: Tenants::default(),
+            holds,
+            model_epoch: 0,
             scheduled: Vec::new(),
             copies: Vec::new(),
             ended: VecDeque::new(),
@@ -217,11 +224,6 @@ impl Scheduler {
     /// Whether any request is waiting or running.
     pub fn has_work(&self) -> bool {
         self.sequences.len() > 0 || !self.ended.is_empty()
-    }
-
-    /// Forgets every published block; running sequences keep theirs. Returns how many were forgotten.
-    pub fn reset_prefix_cache(&mut self) -> u32 {
-        self.pool.clear_prefix()
     }
 
     const fn expect_in_flight(&self, step_id: u64) -> Result<(), StepError> {
@@ -422,6 +424,7 @@ impl Scheduler {
             num_passed: 0,
             num_deferrals: 0,
             num_admitted_before: self.num_admitted,
+            model_epoch: sequence.model_epoch,
             last_step: 0,
         });
         if has_place {

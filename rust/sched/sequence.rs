@@ -32,6 +32,8 @@ pub(super) struct Sequence {
     pub(super) num_deferrals: u32,
     /// Admissions of any sequence before it began to wait.
     pub(super) num_admitted_before: u64,
+    /// Which weights computed what its table holds.
+    pub(super) model_epoch: u64,
     /// The number of the last step that holds it: such a sequence is no victim of that step.
     pub(super) last_step: u64,
 }

@@ -12,6 +12,8 @@
 mod block;
 mod cpu_kernels;
 mod edge_stress;
+mod holds;
+mod holds_random;
 mod liveness;
 mod scheduler;
 mod scheduler_policy;

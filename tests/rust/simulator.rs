@@ -23,6 +23,7 @@ pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
         eos_token_ids: vec![EOS],
         prefix_caching: true,
         eviction: pagedkv::block::Eviction::Turn,
+        max_pinned_blocks: 0,
         max_queued_requests: 64,
     }
 }
@@ -89,6 +90,8 @@ pub(crate) struct Simulator {
     block_size: usize,
     pub(crate) generated: HashMap<SampleId, Vec<u32>>,
     pub(crate) ended: HashMap<SampleId, i32>,
+    /// The same, in the order of the ends.
+    pub(crate) ends: Vec<SampleId>,
     pub(crate) cached: HashMap<RequestId, u32>,
 }
 
@@ -106,6 +109,7 @@ impl Simulator {
             block_size,
             generated,
             ended,
+            ends: Vec::new(),
             cached,
         }
     }
@@ -248,6 +252,7 @@ impl Simulator {
     fn end(&mut self, sample: SampleId, reason: i32) {
         let twice = self.ended.insert(sample, reason);
         assert_eq!(twice, None, "{sample:?} ended twice");
+        self.ends.push(sample);
     }
 
     fn note_rows(&mut self, tokens: &[i32], states: &[i32]) {
