@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM
     from pagedkv.config import EngineConfig
-    from pagedkv.errors import EngineDead, InvalidRequest, ModelError, PagedKVError, QueueFull, RequestFailed
+    from pagedkv.errors import (
+        Conflict,
+        EngineDead,
+        InvalidRequest,
+        ModelError,
+        NotFound,
+        PagedKVError,
+        QueueFull,
+        RequestFailed,
+    )
+    from pagedkv.holds import CacheLookup, CacheReset, Pin, Session
     from pagedkv.llm import LLM
     from pagedkv.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SampleChange
     from pagedkv.sampling_params import SamplingParams
@@ -21,38 +31,50 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "CacheLookup",
+    "CacheReset",
     "CompletionOutput",
+    "Conflict",
     "EngineConfig",
     "EngineDead",
     "InvalidRequest",
     "Logprob",
     "ModelError",
+    "NotFound",
     "PagedKVError",
+    "Pin",
     "QueueFull",
     "RequestFailed",
     "RequestMetrics",
     "RequestOutput",
     "SampleChange",
     "SamplingParams",
+    "Session",
     "__version__",
 ]
 
 _HOME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
+    "CacheLookup": "holds",
+    "CacheReset": "holds",
     "CompletionOutput": "outputs",
+    "Conflict": "errors",
     "EngineConfig": "config",
     "EngineDead": "errors",
     "InvalidRequest": "errors",
     "Logprob": "outputs",
     "ModelError": "errors",
+    "NotFound": "errors",
     "PagedKVError": "errors",
+    "Pin": "holds",
     "QueueFull": "errors",
     "RequestFailed": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SampleChange": "outputs",
     "SamplingParams": "sampling_params",
+    "Session": "holds",
 }
 
 # libgomp, which runs torch's loops on Linux, reads its environment once, when torch is loaded. By default

@@ -6,11 +6,14 @@ limits that requests are checked against, the seeds of requests that bring none,
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagedkv import _core
 from pagedkv._core import Edge
 from pagedkv.config import EngineConfig
 from pagedkv.errors import InvalidRequest
-from pagedkv.request import Limits, Prompt, Request, make_request
+from pagedkv.request import Limits, Prompt, Request, encode_continuation, make_request
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState, Streams
 
@@ -93,6 +96,10 @@ class Front:
             default_max_tokens=default_max_tokens,
         )
 
+    def continuation(self, prompt: Prompt) -> NDArray[np.int32]:
+        """The token ids of what continues a session. Any thread may call this. Raises InvalidRequest."""
+        return encode_continuation(prompt, self.tokenizer, self.limits)
+
     def submit(self, request: Request, request_id: str | None = None) -> RequestState:
         """Hands a request to the core. Raises InvalidRequest if it could never be served, or QueueFull."""
         params = request.params
@@ -111,6 +118,7 @@ class Front:
                 num_logprobs=-1 if params.logprobs is None else params.logprobs,
                 salt=request.salt,
                 priority=request.priority,
+                promise=request.promise,
             )
         except _core.InvalidRequest as error:
             raise InvalidRequest(str(error)) from error

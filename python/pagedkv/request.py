@@ -72,6 +72,7 @@ class Request:
         arrival_time: seconds of `time.monotonic`.
         priority: the least number is served first.
         seed: the seed that is used, from the first attempt to submit on.
+        promise: the core's promise to keep what it leaves behind; None for nothing.
     """
 
     prompt: str | None
@@ -83,6 +84,7 @@ class Request:
     arrival_time: float
     priority: int = 0
     seed: int | None = None
+    promise: int | None = None
 
 
 def make_request(
@@ -126,8 +128,18 @@ def make_request(
     return Request(text, tokens.tolist(), tokens, params, max_tokens, salt, arrival_time, priority)
 
 
+def encode_continuation(prompt: Prompt, tokenizer: "Tokenizer", limits: Limits) -> NDArray[np.int32]:
+    """The token ids of what continues a session; there may be none. Raises InvalidRequest."""
+    _, given = _encode(prompt, tokenizer, limits, False)
+    if len(given) >= limits.max_model_len:
+        raise _too_long(str(len(given)), limits.max_model_len)
+    return _token_array("prompt", given, limits.vocab_size)
+
+
 def prompt_len(prompt: object) -> int:
-    """How much work a prompt is: the length of its text or of its list, 0 for what is neither."""
+    """How much work a prompt is: the length of its text or list, 0 for what is neither or was prepared."""
+    if isinstance(prompt, Request):
+        return 0
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     return len(prompt) if isinstance(prompt, Sequence) else 0

@@ -36,6 +36,7 @@ def test_the_defaults_are_those_of_the_documented_table():
         "enable_prefix_caching": True,
         "kv_memory": None,
         "num_blocks": None,
+        "max_pinned_blocks": None,
         "threads": None,
         "seed": None,
     }
