@@ -64,6 +64,9 @@ pub struct PrefixHit {
     pub hashes: Vec<u64>,
     /// How many of `blocks` are idle: taking them up costs capacity as an allocation does.
     pub num_idle: u32,
+    /// Whether the blocks are taken up by a sequence that only lost its own: then no request came back to them, and
+    /// the policy of eviction learns nothing. Set by the caller.
+    pub is_resumed: bool,
 }
 
 /// A block: what the index knows of it, all zero while it is not published, and who holds it. Both lie together
@@ -205,16 +208,10 @@ impl PrefixIndex {
         })
     }
 
-    /// Fills in the hashes of all full blocks and the longest chain of nodes that matches them.
-    pub(super) fn lookup(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
+    /// Fills in the longest chain of nodes that matches the hashes, which are those of all full blocks.
+    pub(super) fn probe(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
         let mut parent = Parent::Root(root);
-        let mut hash = self.chain_hash(parent);
-        let full_blocks = || tokens.chunks_exact(1 << self.shift);
-        hit.hashes.extend(full_blocks().map(|block| {
-            hash = self.hasher.block(hash, block);
-            hash
-        }));
-        for (idx, block) in full_blocks().enumerate() {
+        for (idx, block) in tokens.chunks_exact(1 << self.shift).enumerate() {
             if let Some(&ahead) = hit.hashes.get(idx + SLOT_AHEAD) {
                 self.table.prefetch(ahead);
             }

@@ -190,15 +190,6 @@ impl Scheduler {
         }
     }
 
-    /// The namespace in which requests with this salt find what was computed.
-    pub(super) const fn namespace<'a>(&self, salt: &'a [u8]) -> Namespace<'a> {
-        Namespace {
-            salt,
-            adapter: b"",
-            model_epoch: self.model_epoch,
-        }
-    }
-
     /// Blocks that a hold may need beyond those that are counted already: what it finds held, and what its name holds
     /// alone, which it will take the place of.
     fn num_blocks_to_promise(&mut self, key: &HoldKey, prompt: &[u32], max_tokens: u32) -> u32 {
@@ -224,7 +215,7 @@ impl Scheduler {
     /// What of a prompt is found, without a trace of the search.
     pub(super) fn find_prefix(&self, salt: &[u8], tokens: &[u32]) -> PrefixHit {
         let mut hit = PrefixHit::default();
-        if let Some(root) = self.pool.find_namespace(&self.namespace(salt)) {
+        if let Some(root) = self.pool.find_namespace(&namespace(salt, self.model_epoch)) {
             self.pool.lookup(root, tokens, &mut hit);
         }
         hit
@@ -296,6 +287,15 @@ impl Scheduler {
         if !self.in_flight {
             self.drain();
         }
+    }
+}
+
+/// The namespace in which requests with this salt find what these weights computed.
+pub(super) const fn namespace(salt: &[u8], model_epoch: u64) -> Namespace<'_> {
+    Namespace {
+        salt,
+        adapter: b"",
+        model_epoch,
     }
 }
 

@@ -3,6 +3,7 @@
 
 use crate::block::BlockTable;
 
+use super::holding::namespace;
 use super::scheduler::Scheduler;
 
 /// Why a prompt would not be admitted at once.
@@ -75,7 +76,7 @@ impl Scheduler {
     /// Tokens that would be found, and the blocks that the prompt would then take.
     fn hit_and_cost(&mut self, salt: &[u8], prompt: &[u32], prompt_len: u32, available: u32) -> (u32, u32) {
         let hit = self.find_prefix(salt, prompt);
-        let Some(root) = self.pool.find_namespace(&self.namespace(salt)) else {
+        let Some(root) = self.pool.find_namespace(&namespace(salt, self.model_epoch)) else {
             return (0, self.config.blocks_for(prompt_len));
         };
         // The root stays, whoever holds it, so that the table leaves no trace.

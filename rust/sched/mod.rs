@@ -32,7 +32,7 @@ mod sequence;
 mod slab;
 mod step;
 
-pub use edge::Edge;
+pub use edge::{Edge, Prepared};
 pub use hold::{HoldKey, HoldKind, HoldView};
 pub use holding::{HoldRequest, ResetCounts};
 pub use lookup::{Lookup, Obstacle};

@@ -58,12 +58,14 @@ impl Scheduler {
         self.stats.blocks_pin_budget = self.holds.budget().into();
         self.stats.num_pins = self.holds.num_pins() as u64;
         self.stats.num_sessions = self.holds.num_sessions() as u64;
-        self.stats.wasted_slots = self.num_wasted_slots();
         self.edge.shared.stats.publish(&self.stats);
     }
 
-    /// Token slots of running sequences' blocks that hold no token. A tail that several samples share counts once.
-    fn num_wasted_slots(&self) -> u64 {
+    /// Counts the token slots of running sequences' blocks that hold no token. A tail that several samples share counts once.
+    ///
+    /// What the step in flight computes has its slots already, so a commit changes nothing unless a sequence ends or
+    /// is forked.
+    pub(super) fn count_wasted_slots(&mut self) {
         // Only samples of one request share a block that is not full.
         let forked = self.queues.has_forks();
         let mut shared_tails: Vec<BlockId> = Vec::new();
@@ -82,8 +84,7 @@ impl Scheduler {
             }
             wasted += u64::from(table.len() * self.config.block_size - sequence.num_computed);
         }
-        // What the step in flight computes has its slots already.
         let num_scheduled: u32 = self.scheduled.iter().map(|part| part.num_tokens).sum();
-        wasted - u64::from(num_scheduled)
+        self.stats.wasted_slots = wasted - u64::from(num_scheduled);
     }
 }
