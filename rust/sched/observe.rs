@@ -61,7 +61,8 @@ impl Scheduler {
         self.edge.shared.stats.publish(&self.stats);
     }
 
-    /// Counts the token slots of running sequences' blocks that hold no token. A tail that several samples share counts once.
+    /// Counts the token slots of running sequences' blocks that hold no token. A tail that several samples share counts
+    /// once.
     ///
     /// What the step in flight computes has its slots already, so a commit changes nothing unless a sequence ends or
     /// is forked.
