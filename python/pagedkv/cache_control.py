@@ -191,7 +191,7 @@ class AsyncCacheControl(ABC):
             session_id: name of the session, which is replaced if there is one.
             session_ttl: seconds for which it lives unused; above 0 and at most a day. None for an hour.
             append: begin the prompt with the session's tokens.
-            salt: the tenant.
+            salt: the tenant; a request that was prepared brings its own.
             options: priority, add_special_tokens and default_max_tokens of `prepare`.
 
         Raises:
@@ -199,6 +199,8 @@ class AsyncCacheControl(ABC):
             NotFound: there is no such session to continue.
             Conflict: another request is continuing it.
         """
+        if isinstance(prompt, Request):
+            salt = prompt.salt
         if append:
             # Special tokens belong where a text begins.
             options["add_special_tokens"] = False

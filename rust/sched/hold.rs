@@ -404,10 +404,12 @@ impl Holds {
             let key = self.by_number[&number].key.clone();
             self.remove(pool, &key);
         }
-        let stale = self
+        // They are in the order in which they were opened.
+        let old = self
             .promises
             .iter()
-            .filter(|(_, promise)| !promise.is_taken && promise.opened_at_ms + PROMISE_TTL_MS <= self.now_ms);
+            .take_while(|(_, promise)| promise.opened_at_ms + PROMISE_TTL_MS <= self.now_ms);
+        let stale = old.filter(|(_, promise)| !promise.is_taken);
         for number in stale.map(|(&number, _)| number).collect::<Vec<_>>() {
             self.end_promise(number);
         }
