@@ -269,7 +269,6 @@ impl BlockPool {
         hit.num_idle = 0;
         if self.prefix_caching {
             self.index.probe(root, tokens, hit);
-            hit.num_idle = self.num_idle_among(&hit.blocks);
         }
     }
 

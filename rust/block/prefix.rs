@@ -108,13 +108,21 @@ impl Node {
     }
 }
 
-/// Whether two blocks have the same tokens: line by line, which is faster than a call for so few bytes.
+/// Whether two blocks have the same tokens: line by line without a branch in between, since the comparison of arrays
+/// becomes a call, which costs more than comparing so few bytes.
 #[inline]
 fn are_equal(one: &[u32], other: &[u32]) -> bool {
     let (lines, rest) = one.as_chunks::<LINE_TOKENS>();
     let (other_lines, other_rest) = other.as_chunks::<LINE_TOKENS>();
+    let is_same_line = |(one, other): (&[u32; LINE_TOKENS], &[u32; LINE_TOKENS])| {
+        let differing = one
+            .iter()
+            .zip(other)
+            .fold(0, |bits, (one, other)| bits | (one ^ other));
+        differing == 0
+    };
     lines.len() == other_lines.len()
-        && lines.iter().zip(other_lines).all(|(one, other)| one == other)
+        && lines.iter().zip(other_lines).all(is_same_line)
         && rest.iter().eq(other_rest)
 }
 
@@ -210,6 +218,7 @@ impl PrefixIndex {
 
     /// Fills in the longest chain of nodes that matches the hashes, which are those of all full blocks.
     pub(super) fn probe(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
+        hit.blocks.reserve(hit.hashes.len());
         let mut parent = Parent::Root(root);
         for (idx, block) in tokens.chunks_exact(1 << self.shift).enumerate() {
             if let Some(&ahead) = hit.hashes.get(idx + SLOT_AHEAD) {
@@ -226,6 +235,7 @@ impl PrefixIndex {
             let Some(found) = self.find(hit.hashes[idx], parent, block) else {
                 break;
             };
+            hit.num_idle += u32::from(!self.nodes[found.index()].is_held());
             hit.blocks.push(found);
             parent = Parent::Block(found);
         }

@@ -121,11 +121,7 @@ impl BlockTable {
         for (&block, &hash) in hit.blocks[..num_blocks as usize].iter().zip(&hit.hashes) {
             let current = pool.parent(block) == Some(parent) && pool.hash(block) == hash;
             assert!(current, "block {} of the hit has been evicted", block.0);
-            if hit.is_resumed {
-                pool.share(block);
-            } else {
-                pool.reuse(block);
-            }
+            pool.reuse(block, !hit.is_resumed);
             self.blocks.push(block);
             parent = Parent::Block(block);
         }
