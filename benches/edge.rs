@@ -118,6 +118,7 @@ fn main() {
         partial_matching: true,
         eviction: Eviction::default(),
         tenants: Vec::new(),
+        max_pinned_blocks: 0,
         max_queued_requests: 4096,
     };
     let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();

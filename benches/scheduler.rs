@@ -88,6 +88,7 @@ fn config(num_blocks: u32, max_num_seqs: u32) -> CoreConfig {
         partial_matching: true,
         eviction: Eviction::default(),
         tenants: Vec::new(),
+        max_pinned_blocks: 0,
         max_queued_requests: 4096,
     }
 }

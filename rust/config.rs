@@ -33,6 +33,8 @@ pub struct CoreConfig {
     pub eviction: Eviction,
     /// Tenants that have a share of the cache of their own.
     pub tenants: Vec<Share>,
+    /// Blocks that pins and sessions may hold together. The longest sequence must fit beside them.
+    pub max_pinned_blocks: u32,
     /// Requests that may be in flight, waiting or running.
     pub max_queued_requests: u32,
 }
@@ -72,6 +74,14 @@ impl CoreConfig {
                 return refuse(field, value.into(), "1 to 16777216");
             }
         }
+        let most = self
+            .num_blocks
+            .saturating_sub(self.blocks_for(self.max_model_len));
+        if self.max_pinned_blocks > most {
+            let allowed =
+                format!("0 to {most}, so that a sequence of max_model_len tokens fits beside what is pinned");
+            return refuse("max_pinned_blocks", self.max_pinned_blocks.into(), &allowed);
+        }
         Ok(())
     }
 
@@ -110,6 +120,24 @@ impl CoreConfig {
             return refuse("eviction_weight", tenant.weight.into(), allowed);
         }
         Ok(())
+    }
+
+    /// What pins and sessions may hold unless told otherwise: a quarter of the pool, less where the longest sequence
+    /// would not fit beside it, and nothing where nothing can be found again.
+    #[must_use]
+    pub fn with_default_pin_budget(self) -> Self {
+        let most = self
+            .num_blocks
+            .saturating_sub(self.blocks_for(self.max_model_len));
+        let max_pinned_blocks = if self.prefix_caching {
+            most.min(self.num_blocks / 4)
+        } else {
+            0
+        };
+        Self {
+            max_pinned_blocks,
+            ..self
+        }
     }
 
     /// Blocks that hold `num_tokens` tokens.

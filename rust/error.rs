@@ -107,3 +107,80 @@ impl fmt::Display for StepError {
 }
 
 impl std::error::Error for StepError {}
+
+/// Why a pin or a session cannot be had.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum HoldError {
+    /// There is none of this name, or it has expired.
+    NotFound {
+        /// "pin" or "session".
+        noun: &'static str,
+        /// The name that was asked for.
+        name: String,
+    },
+    /// A request is continuing the session.
+    Busy {
+        /// The session's name.
+        name: String,
+    },
+    /// The name is taken.
+    Exists {
+        /// The session's name.
+        name: String,
+    },
+    /// Blocks of the cache may be kept only up to a budget.
+    OverBudget {
+        /// "pin" or "session".
+        noun: &'static str,
+        /// Blocks that it needs at most, beyond those that are held already.
+        needed: u32,
+        /// Tokens in a block.
+        block_size: u32,
+        /// Blocks that all may have together.
+        budget: u32,
+        /// Blocks that are held.
+        held: u32,
+        /// Blocks set aside for requests that run.
+        promised: u32,
+    },
+    /// There are too many, whatever their size.
+    TooMany {
+        /// How many there may be.
+        most: usize,
+    },
+    /// It cannot be: the message names the field, the value and what is allowed.
+    Invalid(String),
+}
+
+impl fmt::Display for HoldError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotFound { noun, name } => write!(f, "there is no {noun} {name:?}; it may have expired"),
+            Self::Busy { name } => write!(
+                f,
+                "session {name:?} is being continued by another request; one at a time can"
+            ),
+            Self::Exists { name } => write!(f, "there is a session {name:?} already; delete it first"),
+            Self::OverBudget {
+                noun,
+                needed,
+                block_size,
+                budget,
+                held,
+                promised,
+            } => write!(
+                f,
+                "the {noun} needs up to {needed} more blocks of {block_size} tokens, but of the {budget} that \
+                 pins and sessions may have together (max_pinned_blocks) {held} are held and {promised} promised, \
+                 so {} are left",
+                budget - held - promised
+            ),
+            Self::TooMany { most } => {
+                write!(f, "there are {most} pins and sessions, as many as there may be")
+            }
+            Self::Invalid(message) => f.write_str(message),
+        }
+    }
+}
+
+impl std::error::Error for HoldError {}

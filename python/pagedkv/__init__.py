@@ -12,8 +12,18 @@ if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM
     from pagedkv.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from pagedkv.config import EngineConfig
-    from pagedkv.errors import EngineDead, InvalidRequest, ModelError, PagedKVError, QueueFull, RequestFailed
+    from pagedkv.errors import (
+        Conflict,
+        EngineDead,
+        InvalidRequest,
+        ModelError,
+        NotFound,
+        PagedKVError,
+        QueueFull,
+        RequestFailed,
+    )
     from pagedkv.explanation import Explanation
+    from pagedkv.holds import CacheLookup, CacheReset, Pin, Session
     from pagedkv.llm import LLM
     from pagedkv.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SampleChange
     from pagedkv.sampling_params import SamplingParams
@@ -27,20 +37,26 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "CacheLookup",
+    "CacheReset",
     "CompletionOutput",
+    "Conflict",
     "EngineConfig",
     "EngineDead",
     "Explanation",
     "InvalidRequest",
     "Logprob",
     "ModelError",
+    "NotFound",
     "PagedKVError",
+    "Pin",
     "QueueFull",
     "RequestFailed",
     "RequestMetrics",
     "RequestOutput",
     "SampleChange",
     "SamplingParams",
+    "Session",
     "Tenant",
     "__version__",
 ]
@@ -51,20 +67,26 @@ _HOME = {
     "BeamSearchOutput": "beam_search",
     "BeamSearchParams": "beam_search",
     "BeamSearchSequence": "beam_search",
+    "CacheLookup": "holds",
+    "CacheReset": "holds",
     "CompletionOutput": "outputs",
+    "Conflict": "errors",
     "EngineConfig": "config",
     "EngineDead": "errors",
     "Explanation": "explanation",
     "InvalidRequest": "errors",
     "Logprob": "outputs",
     "ModelError": "errors",
+    "NotFound": "errors",
     "PagedKVError": "errors",
+    "Pin": "holds",
     "QueueFull": "errors",
     "RequestFailed": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SampleChange": "outputs",
     "SamplingParams": "sampling_params",
+    "Session": "holds",
     "Tenant": "tenants",
 }
 

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Conflict",
     "Core",
     "Edge",
     "InvalidRequest",
+    "NotFound",
     "QueueFull",
     "StepHeader",
     "copy_blocks",
@@ -29,6 +31,12 @@ __all__ = [
 
 class InvalidRequest(ValueError):
     """The request can never be served as it is: the message names field, value and what is allowed."""
+
+class NotFound(LookupError):
+    """There is no pin or session of this name, or it has expired."""
+
+class Conflict(RuntimeError):
+    """The session is being continued by another request, or the name is taken."""
 
 class QueueFull(RuntimeError):
     """As many requests as the engine accepts are in flight. Try again later."""
@@ -75,6 +83,7 @@ class Core:
         partial_matching: bool = True,
         eviction: str = "turn",
         tenants: Sequence[tuple[bytes, bool, int, int]] = ...,
+        max_pinned_blocks: int | None = None,
         max_queued_requests: int = 4096,
     ) -> Core:
         """Builds a core. `eviction` is "lru", or "turn", which keeps longer what requests came back to.
@@ -82,6 +91,8 @@ class Core:
         Without `partial_matching` only whole blocks are found again. Tenants are (salt, whether all salts
         that begin with it are meant, blocks up to which its idle ones are evicted last, how fast they age in
         parts of 1024).
+        `max_pinned_blocks` is what pins and sessions may hold together. None: a quarter of the pool, less
+        where the longest sequence would not fit beside it.
 
         Raises ValueError naming a field that is out of bounds, its value and what is allowed.
         """
@@ -118,13 +129,14 @@ class Core:
     def snapshot(self) -> dict[str, Any]:
         """A consistent picture of the cache.
 
-        Keys: block_size, num_blocks, free, idle, owned, fenced, ref_counts [num_blocks + 1], and sequences:
+        Keys: block_size, num_blocks, free, idle, owned, fenced, pinned (of the owned ones, those that pins
+        and sessions hold), ref_counts [num_blocks + 1], and sequences:
         dicts with request_id, sample_index, status, num_tokens, num_computed, num_preemptions, blocks.
         """
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
     def set_time(self, now_ms: int) -> None:
-        """Tells the time, from which ages are taken; no schedule depends on it."""
+        """Tells the time, which the core does not know by itself. Pins and sessions that have expired go."""
     def explain(self, request_id: int, salt: bytes = ...) -> dict[str, Any] | None:
         """Why a request was found in the cache as far as it was, as of its first admission.
 
@@ -137,8 +149,51 @@ class Core:
 
         Keys: requests, prefix_queries, prefix_hits (tokens), generation_tokens, blocks_cached, evictions.
         """
-    def reset_prefix_cache(self) -> int:
-        """Forgets every published block; running sequences keep theirs. Returns how many were forgotten."""
+    def set_model_epoch(self, model_epoch: int) -> None:
+        """Says which weights compute from now on; what others computed is not found any more."""
+    def reset_prefix_cache(self) -> tuple[int, int, int]:
+        """Forgets every published block; running sequences keep theirs. Pins go, sessions keep their tokens.
+
+        Returns the number of blocks, of pins and of sessions.
+        """
+    def lookup(self, salt: bytes, prompt: NDArray[np.int32]) -> tuple[int, int, int, str | None]:
+        """Looks a prompt up without changing anything.
+
+        Returns the tokens that would be found, the blocks that the prompt would take, the blocks that it
+        could take, and what keeps it from being admitted: "too_long", "too_many_sequences",
+        "not_enough_blocks", "others_wait" or None. Raises InvalidRequest for an empty prompt.
+        """
+    def promise_hold(
+        self,
+        kind: str,
+        salt: bytes,
+        name: str,
+        *,
+        ttl_ms: int,
+        tokens: NDArray[np.int32],
+        max_tokens: int,
+        append: bool = False,
+    ) -> tuple[int, NDArray[np.int32]]:
+        """Sets blocks aside for what a request will leave behind; kind is "pin" or "session".
+
+        Returns the promise, for `Edge.submit`, and the whole prompt: with `append` the session's tokens come
+        first, and nobody else can continue it until the request has ended or the promise is broken. Raises
+        NotFound, Conflict, or InvalidRequest where the budget does not allow it.
+        """
+    def break_promise(self, promise: int) -> None:
+        """Says that the request of a promise does not come. Nothing happens if it was kept."""
+    def holds(self, kind: str, salt: bytes) -> list[tuple[str, int, int, int]]:
+        """A tenant's pins or sessions, the oldest first: name, tokens, blocks, end in told milliseconds."""
+    def hold(self, kind: str, salt: bytes, name: str) -> tuple[str, int, int, int]:
+        """One of them. Raises NotFound."""
+    def hold_tokens(self, kind: str, salt: bytes, name: str) -> NDArray[np.int32]:
+        """Its tokens. Raises NotFound."""
+    def delete_hold(self, kind: str, salt: bytes, name: str) -> None:
+        """Deletes it, and breaks the promises of its name. Raises NotFound."""
+    def fork_session(
+        self, salt: bytes, name: str, new_name: str, ttl_ms: int | None = None
+    ) -> tuple[str, int, int, int]:
+        """Gives a session a second name, under which it goes on by itself. Raises NotFound or Conflict."""
 
 @final
 class Edge:
@@ -161,6 +216,7 @@ class Edge:
         salt: bytes = ...,
         priority: int = 0,
         beam: tuple[int, float, bool | None] | None = None,
+        promise: int | None = None,
     ) -> int:
         """Queues a request and returns its id. Raises InvalidRequest or QueueFull.
 
@@ -168,6 +224,7 @@ class Edge:
         default there are no stop tokens of its own and the salt is empty. The least priority is served first;
         requests of equal priority share what there is fairly among salts. `beam` asks for a beam search: its
         width, length penalty, and whether it stops early (None: never); n is 1 then.
+        `promise` is what `Core.promise_hold` gave; n must be 1 then.
         """
     def abort(self, request_id: int) -> bool:
         """Asks for the end of a request; its blocks are free by the next step. False if it has ended."""

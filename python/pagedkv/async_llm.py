@@ -8,13 +8,15 @@ changed wake up.
 import asyncio
 import atexit
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from pagedkv._core import Core
 from pagedkv.base_llm import BaseLLM
 from pagedkv.beam_search import BeamSearchOutput, BeamSearchParams
+from pagedkv.cache_control import AsyncCacheControl, check_session_arguments
 from pagedkv.engine import Engine, EngineThread
 from pagedkv.errors import EngineDead
 from pagedkv.events import StepEvents
@@ -107,7 +109,7 @@ class Stream:
         self._news.set()
 
 
-class AsyncLLM(BaseLLM):
+class AsyncLLM(BaseLLM, AsyncCacheControl):
     """Generates answers concurrently.
 
     All methods but `prepare`, `stats` and `heartbeat_age` belong to the thread of one event loop.
@@ -155,6 +157,9 @@ class AsyncLLM(BaseLLM):
         *,
         salt: bytes = b"",
         priority: int = 0,
+        session_id: str | None = None,
+        session_ttl: float | None = None,
+        append: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continues a prompt: yields the answer as it grows, the last time finished.
 
@@ -167,15 +172,31 @@ class AsyncLLM(BaseLLM):
             salt: namespace of the prefix cache; only requests with the same salt share blocks. Salts share
                 what there is fairly.
             priority: the least number is served first.
+            session_id: keeps prompt and answer as a session of this name; n must be 1.
+            session_ttl: seconds for which the session lives unused. None for an hour.
+            append: begins the prompt with the session's tokens; the prompt may be empty then.
 
         Raises:
             InvalidRequest: the request can never be served.
+            NotFound: there is no such session to continue.
+            Conflict: another request is continuing it.
             QueueFull: as many requests as the engine accepts are in flight.
             EngineDead: the engine does not run, or stopped before the answer was complete.
             RequestFailed: the step that computed the request raised.
         """
+        check_session_arguments(session_id, session_ttl, append)
         request: Prompt | Request = prompt
-        if prompt_len(prompt) > INLINE_LEN:
+        if session_id is not None:
+            request = await self.prepare_session(
+                prompt,
+                sampling_params,
+                session_id=session_id,
+                session_ttl=session_ttl,
+                append=append,
+                salt=salt,
+                priority=priority,
+            )
+        elif prompt_len(prompt) > INLINE_LEN:
             # Meanwhile the loop goes on: a long prompt takes its time.
             request = await asyncio.to_thread(
                 self.prepare, prompt, sampling_params, salt=salt, priority=priority
@@ -263,12 +284,17 @@ class AsyncLLM(BaseLLM):
         stream if it stops reading early. A long text holds up the event loop while it is encoded: have
         `prepare` called in a thread, as `generate` does.
         """
-        self._require_alive()
-        self._bind_loop()
         request = prompt
-        if not isinstance(request, Request):
-            request = self.prepare(request, sampling_params, salt=salt, priority=priority)
-        state = self._front.submit(request, request_id)
+        try:
+            self._require_alive()
+            self._bind_loop()
+            if not isinstance(request, Request):
+                request = self.prepare(request, sampling_params, salt=salt, priority=priority)
+            state = self._front.submit(request, request_id)
+        except BaseException:
+            if isinstance(request, Request) and (promise := request.promise) is not None:
+                self._future(lambda core: core.break_promise(promise))
+            raise
         stream = Stream(state, self._abort_state)
         self._streams[state.core_id] = stream
         if not self._thread.is_alive:
@@ -291,13 +317,6 @@ class AsyncLLM(BaseLLM):
     def stats(self) -> dict[str, int]:
         """Counters as of the last step. Any thread may call this."""
         return self._edge.stats()
-
-    async def ask(self, question: Callable[[Core], T]) -> T:
-        """Has `question` answered by the engine's thread between two steps, also when idle.
-
-        Raises EngineDead if there is none.
-        """
-        return await asyncio.wrap_future(self._thread.ask(question))
 
     async def explain(self, request_id: str, *, salt: bytes = b"") -> Explanation | None:
         """Why the prompt of a request was found in the cache as far as it was, and no further.
@@ -324,9 +343,17 @@ class AsyncLLM(BaseLLM):
         """Raises RuntimeError naming the first rule of the cache that does not hold."""
         await self.ask(lambda core: core.check_invariants())
 
-    async def reset_prefix_cache(self) -> int:
-        """Forgets every block that later prompts could find. Returns how many."""
-        return await self.ask(lambda core: core.reset_prefix_cache())
+    def _future(self, question: Callable[[Core], T]) -> Future[T]:
+        return self._thread.ask(question)
+
+    async def _run_kept(self, request: Request) -> None:
+        stream = self.submit(request)
+        try:
+            async with aclosing(stream.changes()) as all_changes:
+                async for _ in all_changes:
+                    pass
+        finally:
+            stream.abort()
 
     def _require_alive(self) -> None:
         if not self._thread.is_alive:

@@ -54,6 +54,7 @@ class EngineOptions(TypedDict, total=False):
     tenants: Tenants
     kv_memory: int | str | None
     num_blocks: int | None
+    max_pinned_blocks: int | None
     threads: int | None
     seed: int | None
 
@@ -105,6 +106,8 @@ class EngineConfig:
         kv_memory: bytes for the cache, as a number or as "2GiB", "512MiB". None: on a CPU a quarter of the
             free memory, at most 4 GiB; on a GPU nine tenths of what is free once the weights are loaded.
         num_blocks: usable blocks of the pool, exactly; wins over kv_memory.
+        max_pinned_blocks: blocks that pins and sessions may hold together. None: a quarter of the pool, but
+            never so many that a sequence of max_model_len would not fit beside them.
         threads: threads that compute. None: the cores that this process may use.
         seed: start of the seeds that requests without one get. None: drawn at start.
     """
@@ -120,6 +123,7 @@ class EngineConfig:
     tenants: Tenants = ()
     kv_memory: int | str | None = None
     num_blocks: int | None = None
+    max_pinned_blocks: int | None = None
     threads: int | None = None
     seed: int | None = None
 
@@ -146,6 +150,7 @@ class EngineConfig:
         for option, low, high, allowed in (
             ("max_model_len", 1, None, "an integer >= 1"),
             ("num_blocks", 2, None, "an integer >= 2"),
+            ("max_pinned_blocks", 0, MAX_SIZE, f"an integer in 0..{MAX_SIZE}"),
             ("threads", 1, MAX_THREADS, f"an integer in 1..{MAX_THREADS}"),
             ("seed", 0, MAX_SEED, "an integer in 0..2^64-1"),
         ):
@@ -211,6 +216,7 @@ _HELP: Final = {
     "tenants": "JSON file: a list of tenants with name, cache_salt or api_key, min_blocks, eviction_weight",
     "kv_memory": "memory of the cache: bytes, 512MiB, 2GiB (default: a quarter of the free, at most 4GiB)",
     "num_blocks": "usable cache blocks, exactly; wins over --kv-memory",
+    "max_pinned_blocks": "blocks that pins and sessions may hold (default: a quarter, if all else fits)",
     "threads": "threads that compute (default: the cores that the process may use)",
     "seed": "start of the seeds of requests without one (default: drawn at start)",
 }

@@ -23,6 +23,7 @@ from pagedkv._core import Core
 from pagedkv.batch import arena_section
 from pagedkv.errors import EngineDead
 from pagedkv.events import ERROR, BeamAnswer, StepEvents
+from pagedkv.holds import told_ms
 from pagedkv.runner import ModelRunner
 
 logger = logging.getLogger("pagedkv")
@@ -62,7 +63,7 @@ class Engine:
         nothing else. Raises what the device raises if it does not work any more after such a failure.
         """
         started = time.monotonic()
-        self.core.set_time(int(started * 1000))
+        self.core.set_time(told_ms())
         header = self.core.schedule(self._arena)
         if header is None:
             return None
@@ -92,6 +93,11 @@ class Engine:
         events.logprobs = result.logprobs
         events.finished_s = time.monotonic()
         return events
+
+    def ask(self, question: Callable[[Core], T]) -> T:
+        """Has the core, which hears the time first, answer a question between two steps."""
+        self.core.set_time(told_ms())
+        return question(self.core)
 
     def settle(self) -> None:
         """Brings the core to rest after everything in flight was aborted, also if a step was cut short."""
@@ -218,7 +224,7 @@ class EngineThread:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(question(self._engine.core))
+                future.set_result(self._engine.ask(question))
             except BaseException as error:
                 future.set_exception(error)
                 if not isinstance(error, Exception):

@@ -1,20 +1,22 @@
 """The exceptions that pagedkv raises on purpose; everything else is a bug.
 
-`PagedKVError` is the root of those defined in Python. `QueueFull` comes from the Rust core and is re-exported
-here, so that callers need only this module; it is looked up on first use, so that a core that is not built
-can be reported instead of ending the import.
+`PagedKVError` is the root of those defined in Python. `QueueFull`, `NotFound` and `Conflict` come from the
+Rust core and are re-exported here, so that callers need only this module; they are looked up on first use, so
+that a core that is not built can be reported instead of ending the import.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagedkv._core import QueueFull
+    from pagedkv._core import Conflict, NotFound, QueueFull
 
 __all__ = [
     "BackendUnavailable",
+    "Conflict",
     "EngineDead",
     "InvalidRequest",
     "ModelError",
+    "NotFound",
     "PagedKVError",
     "QueueFull",
     "RequestFailed",
@@ -55,8 +57,8 @@ class RequestFailed(PagedKVError, RuntimeError):
 
 
 def __getattr__(name: str) -> Any:
-    if name == "QueueFull":
+    if name in ("Conflict", "NotFound", "QueueFull"):
         from pagedkv import _core
 
-        return _core.QueueFull
+        return getattr(_core, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,13 +6,16 @@ limits that requests are checked against, the seeds of requests that bring none,
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagedkv import _core
 from pagedkv._core import Edge
 from pagedkv.config import EngineConfig
 from pagedkv.errors import InvalidRequest
 from pagedkv.explanation import RequestNames
 from pagedkv.ranked import state_of
-from pagedkv.request import AnyParams, Limits, Prompt, Request, make_request
+from pagedkv.request import AnyParams, Limits, Prompt, Request, encode_continuation, make_request
 from pagedkv.streams import RequestState, Streams
 
 if TYPE_CHECKING:
@@ -96,6 +99,10 @@ class Front:
             default_max_tokens=default_max_tokens,
         )
 
+    def continuation(self, prompt: Prompt) -> NDArray[np.int32]:
+        """The token ids of what continues a session. Any thread may call this. Raises InvalidRequest."""
+        return encode_continuation(prompt, self.tokenizer, self.limits)
+
     def submit(self, request: Request, request_id: str | None = None) -> RequestState:
         """Hands a request to the core. Raises InvalidRequest if it could never be served, or QueueFull."""
         params, beam = request.params, request.beam
@@ -117,6 +124,7 @@ class Front:
                 salt=request.salt,
                 priority=request.priority,
                 beam=None if beam is None else beam.for_core,
+                promise=request.promise,
             )
         except _core.InvalidRequest as error:
             raise InvalidRequest(str(error)) from error

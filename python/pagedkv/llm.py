@@ -1,16 +1,19 @@
 """`LLM`: a model in this process, for work that is there as a whole. It steps the engine itself."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
+from pagedkv._core import Core
 from pagedkv.base_llm import BaseLLM
 from pagedkv.beam_search import BeamSearchOutput, BeamSearchParams
+from pagedkv.cache_control import CacheControl, check_session_arguments
 from pagedkv.engine import Engine
 from pagedkv.errors import InvalidRequest, QueueFull
 from pagedkv.explanation import Explanation
+from pagedkv.holds import Keeping
 from pagedkv.outputs import RequestOutput
 from pagedkv.ranked import BeamState
 from pagedkv.request import Prompt, Prompts, Request, params_for, split_prompts
@@ -19,9 +22,10 @@ from pagedkv.streams import RequestState
 from pagedkv.text.chat_template import RESERVED_VARIABLES
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
-class LLM(BaseLLM):
+class LLM(BaseLLM, CacheControl):
     """Generates answers to lists of prompts. Not thread-safe; `AsyncLLM` serves requests as they come.
 
     The arguments are the fields of `EngineConfig`, which says what they mean and allow.
@@ -36,6 +40,9 @@ class LLM(BaseLLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        session_id: str | None = None,
+        session_ttl: float | None = None,
+        append: bool = False,
     ) -> list[RequestOutput]:
         """Continues prompts and returns the answers in the prompts' order.
 
@@ -44,14 +51,34 @@ class LLM(BaseLLM):
                 such.
             sampling_params: one for all or one per prompt; None for the defaults (temperature 1, 16 tokens).
             use_tqdm: shows a progress bar.
+            session_id: keeps prompt and answer as a session of this name; for a single prompt with n = 1.
+            session_ttl: seconds for which the session lives unused. None for an hour.
+            append: begins the prompt with the session's tokens; the prompt may be empty then.
 
         Raises:
             InvalidRequest: a prompt or its parameters can never be served. Nothing is generated then.
+            NotFound: there is no such session to continue.
             RequestFailed: a step raised.
             EngineDead: the process was forked after the model had been loaded.
         """
         split = split_prompts(prompts)
         params = params_for(sampling_params, len(split))
+        check_session_arguments(session_id, session_ttl, append)
+        if session_id is not None:
+            if len(split) != 1:
+                raise InvalidRequest(
+                    f"session_id with {len(split)} prompts, allowed: one prompt", "session_id"
+                )
+            keeping = Keeping(
+                self._front,
+                split[0],
+                params[0],
+                kind="session",
+                name=session_id,
+                ttl=session_ttl,
+                append=append,
+            )
+            return self._run_kept(keeping, use_tqdm=use_tqdm)
         # All of them are checked before the first one runs.
         requests = [self._front.request(prompt, one) for prompt, one in zip(split, params, strict=True)]
         return [state.output() for state in self._run(requests, use_tqdm=use_tqdm)]
@@ -74,7 +101,7 @@ class LLM(BaseLLM):
         states = self._run(requests, use_tqdm=use_tqdm)
         return [state.beam_output() for state in states if isinstance(state, BeamState)]
 
-    def chat(
+    def chat(  # noqa: PLR0913 - keyword arguments, one for each choice
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -84,6 +111,8 @@ class LLM(BaseLLM):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        session_id: str | None = None,
+        session_ttl: float | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of a list of conversations, through the model's chat template.
 
@@ -96,6 +125,8 @@ class LLM(BaseLLM):
             continue_final_message: goes on within the last message instead.
             tools: descriptions of functions, for templates that know them.
             chat_template_kwargs: further variables of the template; none of what has an argument of its own.
+            session_id: as in `generate`, for a single conversation. What was computed before is found again.
+            session_ttl: as in `generate`.
 
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the conversation.
@@ -112,7 +143,9 @@ class LLM(BaseLLM):
             )
             for conversation in _conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, session_id=session_id, session_ttl=session_ttl
+        )
 
     def stats(self) -> dict[str, int]:
         """Counters as of the last step."""
@@ -138,9 +171,21 @@ class LLM(BaseLLM):
         """Raises RuntimeError naming the first rule of the cache that does not hold."""
         self._engine.core.check_invariants()
 
-    def reset_prefix_cache(self) -> int:
-        """Forgets every block that later prompts could find. Returns how many."""
-        return self._engine.core.reset_prefix_cache()
+    def _ask(self, question: Callable[[Core], T]) -> T:
+        return self._engine.ask(question)
+
+    def _generate_kept(self, keeping: Keeping) -> None:
+        self._run_kept(keeping, use_tqdm=False)
+
+    def _run_kept(self, keeping: Keeping, *, use_tqdm: bool) -> list[RequestOutput]:
+        """Runs a request that leaves something behind."""
+        self._engine.require_own_process()
+        try:
+            self._ask(keeping.ask)
+            return [state.output() for state in self._run([keeping.request()], use_tqdm=use_tqdm)]
+        finally:
+            # Nothing happens if the promise was kept.
+            self._ask(keeping.give_up)
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestState]:
         self._engine.require_own_process()

@@ -69,6 +69,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
         tenants=[tenant.core_option for tenant in config.named_tenants],
+        max_pinned_blocks=config.max_pinned_blocks,
     )
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))

@@ -27,7 +27,7 @@ def state_of(request: "Request", request_id: str, core_id: int, tokenizer: "Toke
 
 
 class BestOfState(RequestState):
-    """The n likeliest of best_of answers, by the sum of their log-probabilities."""
+    """The n likeliest of best_of answers, by the mean of their tokens' log-probabilities."""
 
     grows = False
     _best: list[SampleState] | None = None
@@ -45,13 +45,17 @@ class BestOfState(RequestState):
 
     def _rank(self) -> list[SampleState]:
         params = self.request.params
-        best = sorted(self.samples, key=lambda sample: -sample.cumulative_logprob)[: params.n]
+        best = sorted(self.samples, key=_mean_logprob, reverse=True)[: params.n]
         for place, sample in enumerate(best):
             sample.index = place
             if params.logprobs is None:
                 # They were only needed here.
                 sample.logprobs = None
         return best
+
+
+def _mean_logprob(sample: SampleState) -> float:
+    return sample.cumulative_logprob / max(len(sample.token_ids), 1)
 
 
 class BeamState(RequestState):

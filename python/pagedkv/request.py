@@ -77,6 +77,7 @@ class Request:
         priority: the least number is served first.
         beam: the beam search that is asked for; `params` holds what it has in common with sampling.
         seed: the seed that is used, from the first attempt to submit on.
+        promise: the core's promise to keep what it leaves behind; None for nothing.
     """
 
     prompt: str | None
@@ -89,6 +90,7 @@ class Request:
     priority: int = 0
     beam: BeamSearchParams | None = None
     seed: int | None = None
+    promise: int | None = None
 
 
 def make_request(
@@ -144,8 +146,18 @@ def _check_width(beam: BeamSearchParams, limits: Limits) -> None:
         raise _refusal(f"is {beam.beam_width}, allowed: 1..{widest} with this vocabulary", "beam_width")
 
 
+def encode_continuation(prompt: Prompt, tokenizer: "Tokenizer", limits: Limits) -> NDArray[np.int32]:
+    """The token ids of what continues a session; there may be none. Raises InvalidRequest."""
+    _, given = _encode(prompt, tokenizer, limits, False)
+    if len(given) >= limits.max_model_len:
+        raise _too_long(str(len(given)), limits.max_model_len)
+    return _token_array("prompt", given, limits.vocab_size)
+
+
 def prompt_len(prompt: object) -> int:
-    """How much work a prompt is: the length of its text or of its list, 0 for what is neither."""
+    """How much work a prompt is: the length of its text or list, 0 for what is neither or was prepared."""
+    if isinstance(prompt, Request):
+        return 0
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     return len(prompt) if isinstance(prompt, Sequence) else 0

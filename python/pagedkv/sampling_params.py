@@ -30,7 +30,7 @@ class SamplingParams:
 
     Attributes:
         n: answers to the same prompt, which is computed once; at most 128.
-        best_of: answers to draw, of which the n best are given, by the sum of their log-probabilities;
+        best_of: answers to draw, of which the n best are given, by the mean of their log-probabilities;
             nothing shows before all have ended. None: n.
         temperature: 0 takes the most likely token always (the lowest id among equals); up to 100.
         top_p: keep the most likely tokens whose probabilities add up to this; 1 keeps all.

@@ -196,11 +196,14 @@ class RequestState:
             sample.add_text(token_id)
             if sample.text.stopped:
                 num_tokens = sample.cut_at_stop_string()
-                return num_tokens if state == RUNNING else None
+                # A session that the core has made of the answer is cut as well.
+                return num_tokens if state == RUNNING or self.request.promise is not None else None
         if state == STOP:
             sample.finish("stop", token_id if token_id in params.stop_ids else None)
         elif state != RUNNING:
             sample.finish("length")
+        if sample.text.stopped and self.request.promise is not None:
+            return len(sample.token_ids)
         return None
 
     def add_answers(self, answers: list[BeamAnswer]) -> None:

@@ -242,6 +242,11 @@ impl BlockPool {
         self.index.roots.hold(&key, hash, share)
     }
 
+    /// A namespace that is held or has published blocks, without a hold on it.
+    pub fn find_namespace(&self, namespace: &Namespace<'_>) -> Option<RootId> {
+        self.index.roots.find(&namespace.key())
+    }
+
     /// Takes one more hold on a namespace that is held.
     pub fn hold_root(&mut self, root: RootId) {
         self.index.roots.get_mut(root).num_holds += 1;
@@ -351,12 +356,10 @@ impl BlockPool {
                 free.push(block);
             } else {
                 self.release(block);
+                // A tail that a longer block begins with.
+                free.append(&mut self.free);
             }
         }
-        debug_assert!(
-            self.free.is_empty(),
-            "whatever becomes free went to the list aside"
-        );
         self.free = free;
     }
 

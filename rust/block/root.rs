@@ -84,6 +84,11 @@ impl Roots {
         id
     }
 
+    /// The root of `key`, if there is one.
+    pub(super) fn find(&self, key: &[u8]) -> Option<RootId> {
+        self.by_key.get(key).copied()
+    }
+
     /// Forgets the root if nobody holds it and nothing descends from it.
     pub(super) fn drop_if_unused(&mut self, id: RootId) {
         let root = self.get(id);

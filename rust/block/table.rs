@@ -101,6 +101,12 @@ impl BlockTable {
         self.num_published
     }
 
+    /// Whether what the table published can be found: the pool has not forgotten everything since.
+    #[inline]
+    pub fn is_findable(&self, pool: &BlockPool) -> bool {
+        self.epoch == pool.epoch()
+    }
+
     /// Where the cache keeps `position`: `block * block_size + offset`.
     ///
     /// # Panics

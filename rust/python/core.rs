@@ -9,8 +9,9 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::config::CoreConfig;
 use crate::ids::{BlockId, RequestId};
-use crate::sched::{BeamResult, BeamRows, Scheduler, StepHeader as Header};
+use crate::sched::{BeamResult, BeamRows, HoldRequest, Scheduler, StepHeader as Header};
 
+use super::cache;
 use super::edge::Edge;
 use super::explain;
 
@@ -81,7 +82,7 @@ impl Core {
     #[pyo3(signature = (
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
         enable_prefix_caching=true, partial_matching=true, eviction="turn",
-        tenants=Vec::new(), max_queued_requests=4096
+        tenants=Vec::new(), max_pinned_blocks=None, max_queued_requests=4096
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -98,6 +99,7 @@ impl Core {
         partial_matching: bool,
         eviction: &str,
         tenants: Vec<explain::Tenant>,
+        max_pinned_blocks: Option<u32>,
         max_queued_requests: u32,
     ) -> PyResult<Self> {
         let config = CoreConfig {
@@ -111,7 +113,12 @@ impl Core {
             partial_matching,
             eviction: eviction.parse().map_err(PyValueError::new_err::<String>)?,
             tenants: tenants.into_iter().map(explain::share).collect(),
+            max_pinned_blocks: max_pinned_blocks.unwrap_or(0),
             max_queued_requests,
+        };
+        let config = match max_pinned_blocks {
+            None => config.with_default_pin_budget(),
+            Some(_) => config,
         };
         let hash_key = std::array::from_fn(|word| RandomState::new().hash_one(word));
         let scheduler =
@@ -185,6 +192,7 @@ impl Core {
         snapshot.set_item("idle", pool.num_idle())?;
         snapshot.set_item("owned", pool.num_owned())?;
         snapshot.set_item("fenced", pool.num_fenced())?;
+        snapshot.set_item("pinned", self.scheduler.num_pinned_blocks())?;
         let ref_counts: Vec<u32> = (0..=pool.num_blocks())
             .map(|id| pool.ref_count(BlockId(id)))
             .collect();
@@ -235,7 +243,87 @@ impl Core {
             .collect()
     }
 
-    fn reset_prefix_cache(&mut self) -> u32 {
-        self.scheduler.reset_prefix_cache()
+    fn set_model_epoch(&mut self, model_epoch: u64) {
+        self.scheduler.set_model_epoch(model_epoch);
+    }
+
+    fn reset_prefix_cache(&mut self) -> (u32, u32, u32) {
+        let counts = self.scheduler.reset_prefix_cache();
+        (counts.blocks, counts.pins, counts.sessions)
+    }
+
+    fn lookup(&mut self, salt: &[u8], prompt: PyReadonlyArray1<'_, i32>) -> PyResult<cache::Looked> {
+        cache::lookup(&mut self.scheduler, salt, &cache::token_ids(&prompt)?)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one per field")]
+    #[pyo3(signature = (kind, salt, name, *, ttl_ms, tokens, max_tokens, append=false))]
+    fn promise_hold<'py>(
+        &mut self,
+        py: Python<'py>,
+        kind: &str,
+        salt: Vec<u8>,
+        name: String,
+        ttl_ms: u64,
+        tokens: PyReadonlyArray1<'_, i32>,
+        max_tokens: u32,
+        append: bool,
+    ) -> PyResult<cache::Promised<'py>> {
+        let request = HoldRequest {
+            key: cache::key(kind, salt, name)?,
+            ttl_ms,
+            tokens: &cache::token_ids(&tokens)?,
+            max_tokens,
+            append,
+        };
+        cache::promise_hold(py, &mut self.scheduler, request)
+    }
+
+    fn break_promise(&mut self, promise: u64) {
+        self.scheduler.break_promise(promise);
+    }
+
+    fn holds(&mut self, kind: &str, salt: &[u8]) -> PyResult<Vec<cache::Held>> {
+        let views = self.scheduler.holds(salt, cache::kind_of(kind)?);
+        Ok(views.into_iter().map(cache::held).collect())
+    }
+
+    fn hold(&mut self, kind: &str, salt: Vec<u8>, name: String) -> PyResult<cache::Held> {
+        let view = self.scheduler.hold(&cache::key(kind, salt, name)?);
+        view.map(cache::held).map_err(|error| cache::to_error(&error))
+    }
+
+    fn hold_tokens<'py>(
+        &mut self,
+        py: Python<'py>,
+        kind: &str,
+        salt: Vec<u8>,
+        name: String,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let tokens = self.scheduler.hold_tokens(&cache::key(kind, salt, name)?);
+        Ok(cache::to_array(
+            py,
+            &tokens.map_err(|error| cache::to_error(&error))?,
+        ))
+    }
+
+    fn delete_hold(&mut self, kind: &str, salt: Vec<u8>, name: String) -> PyResult<()> {
+        let key = cache::key(kind, salt, name)?;
+        self.scheduler
+            .delete_hold(&key)
+            .map_err(|error| cache::to_error(&error))
+    }
+
+    #[pyo3(signature = (salt, name, new_name, ttl_ms=None))]
+    fn fork_session(
+        &mut self,
+        salt: Vec<u8>,
+        name: String,
+        new_name: &str,
+        ttl_ms: Option<u64>,
+    ) -> PyResult<cache::Held> {
+        let key = cache::key("session", salt, name)?;
+        let fork = self.scheduler.fork_session(&key, new_name, ttl_ms);
+        fork.map(cache::held).map_err(|error| cache::to_error(&error))
     }
 }

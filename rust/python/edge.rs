@@ -12,6 +12,8 @@ use crate::ids::RequestId;
 use crate::sched::{BeamParams, EarlyStopping, Edge as CoreEdge, SamplingParams};
 use crate::sync::Stats;
 
+use super::cache::token_ids;
+
 pyo3::create_exception!(
     pagedkv._core,
     InvalidRequest,
@@ -40,7 +42,7 @@ fn to_error(error: &SubmitError) -> PyErr {
 impl Edge {
     #[pyo3(signature = (
         prompt, *, max_tokens, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, stop_token_ids=Vec::new(),
-        ignore_eos=false, num_logprobs=-1, salt=Vec::new(), priority=0, beam=None
+        ignore_eos=false, num_logprobs=-1, salt=Vec::new(), priority=0, beam=None, promise=None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -62,16 +64,9 @@ impl Edge {
         salt: Vec<u8>,
         priority: i32,
         beam: Option<(u32, f64, Option<bool>)>,
+        promise: Option<u64>,
     ) -> PyResult<u64> {
-        let prompt: Vec<u32> = prompt
-            .as_slice()?
-            .iter()
-            .map(|&token| {
-                u32::try_from(token).map_err(|_| {
-                    InvalidRequest::new_err(format!("prompt holds token id {token}, allowed: 0 and above"))
-                })
-            })
-            .collect::<PyResult<_>>()?;
+        let prompt = token_ids(&prompt)?;
         let params = SamplingParams {
             max_tokens,
             n,
@@ -93,6 +88,7 @@ impl Edge {
             }),
             priority,
             num_logprobs,
+            promise,
         };
         self.0
             .submit(prompt, params, salt)

@@ -1,5 +1,6 @@
 //! Bindings only, no logic: arguments are checked and converted, results are handed over as arrays.
 
+mod cache;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod core;
 mod cpu;
@@ -12,6 +13,8 @@ use pyo3::prelude::*;
 /// The private extension module `pagedkv._core`.
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use super::cache::{Conflict, NotFound};
     #[pymodule_export]
     use super::core::{Core, StepHeader};
     #[pymodule_export]

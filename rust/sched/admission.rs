@@ -4,9 +4,10 @@
 
 use std::collections::HashSet;
 
-use crate::block::{BlockTable, Namespace, PrefixHit};
+use crate::block::{BlockTable, PrefixHit};
 
 use super::explain::Admission;
+use super::holding::namespace;
 use super::policy::{self, MAX_DEFERRALS, MAX_PASSED};
 use super::scheduler::{Budget, Scheduled, Scheduler};
 use super::slab::SeqIdx;
@@ -99,7 +100,7 @@ impl Scheduler {
     }
 
     /// Blocks that running sequences need for tokens which they know already: they are as good as taken.
-    fn num_promised_blocks(&self) -> u32 {
+    pub(super) fn num_promised_blocks(&self) -> u32 {
         let of_sequences: u32 = self
             .queues
             .running()
@@ -171,8 +172,15 @@ impl Scheduler {
     /// Looks for the sequence's tokens under the root of its salt, and opens a table there. The sequence's hashes go to
     /// the hit.
     fn look_up_prefix(&mut self, idx: SeqIdx, hit: &mut PrefixHit) -> BlockTable {
+        let model_epoch = self.model_epoch;
         let sequence = self.sequences.get_mut(idx);
-        let root = self.pool.root(&self.requests.of(sequence.request).request.salt);
+        let salt = &self.requests.of(sequence.request).request.salt;
+        let root = self.pool.namespace(&namespace(salt, model_epoch));
+        if sequence.model_epoch != model_epoch {
+            // The hashes are those of other weights.
+            sequence.hashes.clear();
+            sequence.model_epoch = model_epoch;
+        }
         std::mem::swap(&mut sequence.hashes, &mut hit.hashes);
         hit.is_resumed = sequence.words.num_cached_tokens().is_some();
         self.pool.extend_hashes(root, &sequence.tokens, &mut hit.hashes);
@@ -194,6 +202,9 @@ impl Scheduler {
         sequence.num_computed = part.num_computed;
         self.queues.remove(sequence.tenant, sequence.key);
         self.queues.run(sequence.key, part.seq);
+        if let Some(&first) = hit.blocks.first().filter(|_| part.num_computed > 0) {
+            self.holds.note_hit(first);
+        }
         self.count_hit(part.seq);
     }
 
@@ -207,10 +218,7 @@ impl Scheduler {
         let live = self.requests.of(sequence.request);
         let admission = Admission {
             request: sequence.request,
-            namespace: Namespace {
-                salt: &live.request.salt,
-                ..Namespace::default()
-            },
+            namespace: namespace(&live.request.salt, self.model_epoch),
             root: table.root(),
             tokens: &sequence.tokens,
             hit,
@@ -228,11 +236,9 @@ impl Scheduler {
         let sequence = self.sequences.get(idx);
         let (num_tokens, num_alone) = (sequence.num_tokens(), sequence.num_alone());
         let num_reserved = u64::from(round.promised) + u64::from(self.num_blocks_of_other_beams(sequence));
-        let block_size = self.config.block_size;
         let margin = u64::from(self.growth_margin());
         let num_available = u64::from(self.pool.num_available());
-        let whole = round.hit.num_tokens.min(num_alone - 1);
-        [whole, whole - whole % block_size]
+        self.hit_choices(&round.hit, num_alone)
             .into_iter()
             .find(|&num_computed| {
                 let cost = table.admission_cost(&self.pool, &round.hit, num_computed, num_tokens);
@@ -240,8 +246,15 @@ impl Scheduler {
             })
     }
 
+    /// How much of a hit might be used, the most first.
+    pub(super) fn hit_choices(&self, hit: &PrefixHit, num_tokens: u32) -> [u32; 2] {
+        let block_size = self.config.block_size;
+        let whole = hit.num_tokens.min(num_tokens - 1);
+        [whole, whole - whole % block_size]
+    }
+
     /// Blocks to leave to the running sequences; none where nothing runs, so that the largest request fits.
-    fn growth_margin(&self) -> u32 {
+    pub(super) fn growth_margin(&self) -> u32 {
         if self.queues.num_running() == 0 {
             return 0;
         }

@@ -13,6 +13,7 @@ impl Scheduler {
     /// The first invariant that does not hold, in words.
     pub fn check_invariants(&self) -> Result<(), String> {
         self.pool.check()?;
+        self.holds.check(self.config.block_size)?;
         self.check_ref_counts()?;
         self.check_queues()?;
         self.check_tables()?;
@@ -23,8 +24,10 @@ impl Scheduler {
     /// ref(b) = tables and leases that hold b.
     fn check_ref_counts(&self) -> Result<(), String> {
         let mut holders: HashMap<BlockId, u32> = HashMap::new();
-        for (_, sequence) in self.sequences.iter() {
-            for &block in sequence.table.iter().flat_map(crate::block::BlockTable::blocks) {
+        let running = self.sequences.iter().map(|(_, sequence)| &sequence.table);
+        let held = self.holds.iter().map(|hold| &hold.table);
+        for table in running.chain(held).flatten() {
+            for &block in table.blocks() {
                 *holders.entry(block).or_default() += 1;
             }
         }

@@ -24,11 +24,16 @@ impl Scheduler {
         let mut sequence = self.sequences.remove(idx);
         let request = sequence.request;
         self.queues.remove(sequence.tenant, sequence.key);
+        // A step that failed may not have made the copy that the tail begins with.
+        if reason != FinishReason::Error
+            && let Some(table) = sequence.table.as_mut()
+        {
+            table.publish_tail(&mut self.pool, &sequence.tokens, sequence.num_computed);
+        }
+        if let Some(promise) = self.requests.of(request).request.params.promise {
+            self.settle_promise(promise, &mut sequence, reason);
+        }
         if let Some(table) = sequence.table.as_mut() {
-            // A step that failed may not have made the copy that the tail begins with.
-            if reason != FinishReason::Error {
-                table.publish_tail(&mut self.pool, &sequence.tokens, sequence.num_computed);
-            }
             table.release(&mut self.pool);
         }
         let first = sequence.key.sample_index;

@@ -47,6 +47,8 @@ impl Scheduler {
     fn enqueue(&mut self, (id, mut request): Submission) {
         let tokens = std::mem::take(&mut request.prompt);
         let tenant = self.tenants.enter(&request.salt);
+        let promise = request.params.promise;
+        request.params.promise = promise.filter(|&promise| self.holds.take_up(promise, &request.salt));
         let key = QueueKey {
             priority: request.params.priority,
             arrival: self.num_arrived,
@@ -71,6 +73,8 @@ impl Scheduler {
             num_passed: 0,
             num_deferrals: 0,
             num_admitted_before: self.num_admitted,
+            // Whoever submitted it knew of no other weights when it hashed the prompt.
+            model_epoch: 0,
             last_step: 0,
         });
         self.queues.wait(tenant, key, idx);
@@ -95,9 +99,11 @@ impl Scheduler {
     ///
     /// What was generated beyond it goes with its blocks. A sample that ended by itself in the meantime, in the one
     /// step that was under way, stays as it ended: its blocks hold what its tokens say, and nothing leads there but
-    /// the same tokens.
+    /// the same tokens. A session that it left behind ends where its answer does.
     fn finish_outside(&mut self, finish: Finish) {
         let Some(live) = self.requests.find(finish.request) else {
+            self.holds
+                .shorten_answer(&mut self.pool, finish.request, finish.num_tokens);
             return;
         };
         if self.beams.contains_key(&finish.request) {

@@ -41,11 +41,6 @@ pub struct TenantView {
 }
 
 impl Scheduler {
-    /// Tells the time, from which ages are taken; no schedule depends on it.
-    pub fn set_time(&mut self, now_ms: u64) {
-        self.pool.set_time(now_ms);
-    }
-
     /// All tenants that were not named first, then the named ones in their order.
     pub fn tenants(&self) -> Vec<TenantView> {
         let shares = self.pool.share_counts().iter();
@@ -88,6 +83,11 @@ impl Scheduler {
             .collect()
     }
 
+    /// Blocks that pins and sessions hold.
+    pub const fn num_pinned_blocks(&self) -> u32 {
+        self.holds.num_held()
+    }
+
     pub(super) fn publish_stats(&mut self) {
         self.stats.num_running = self.queues.num_running() as u64;
         self.stats.num_waiting = self.queues.num_waiting() as u64;
@@ -97,10 +97,16 @@ impl Scheduler {
         self.stats.blocks_idle = self.pool.num_idle().into();
         self.stats.blocks_owned = self.pool.num_owned().into();
         self.stats.blocks_fenced = self.pool.num_fenced().into();
+        self.stats.blocks_pinned = self.holds.num_held().into();
+        self.stats.blocks_promised = self.holds.num_promised().into();
+        self.stats.blocks_pin_budget = self.holds.budget().into();
+        self.stats.num_pins = self.holds.num_pins() as u64;
+        self.stats.num_sessions = self.holds.num_sessions() as u64;
         self.edge.shared.stats.publish(&self.stats);
     }
 
-    /// Counts the token slots of owned blocks that hold no token. A tail that several samples share counts once.
+    /// Counts the token slots of running sequences' blocks that hold no token. A tail that several samples share counts
+    /// once.
     ///
     /// What the step in flight computes has its slots already, so a commit changes nothing unless a sequence ends or
     /// is forked.

@@ -35,6 +35,8 @@ pub struct SamplingParams {
     pub priority: i32,
     /// -1: none; k: the sampled token's and the k most likely ones' log-probabilities. The core only carries it.
     pub num_logprobs: i32,
+    /// A promise of `Scheduler::promise_hold`: what the only sample leaves behind is kept.
+    pub promise: Option<u64>,
 }
 
 impl Default for SamplingParams {
@@ -52,6 +54,7 @@ impl Default for SamplingParams {
             beam: None,
             priority: 0,
             num_logprobs: -1,
+            promise: None,
         }
     }
 }
@@ -98,6 +101,9 @@ pub(super) fn validate(
     }
     if params.n == 0 || params.n > MAX_SAMPLES {
         return refuse(format!("n is {}, allowed: 1 to {MAX_SAMPLES}", params.n));
+    }
+    if params.promise.is_some() && params.n != 1 {
+        return refuse(format!("n is {} with a pin or a session, allowed: 1", params.n));
     }
     if params.max_tokens == 0 {
         return refuse("max_tokens is 0, allowed: at least 1".into());

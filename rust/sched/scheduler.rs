@@ -14,6 +14,7 @@ use super::beam_rows::{BeamResult, BeamRows};
 use super::edge::{Edge, Shared, Submission};
 use super::explain::Explanations;
 use super::fairness::Tenants;
+use super::hold::Holds;
 use super::live::LiveRequests;
 use super::observe::TenantCounts;
 use super::policy;
@@ -49,6 +50,9 @@ pub struct Scheduler {
     /// By share.
     pub(super) tenant_counts: Vec<TenantCounts>,
     pub(super) explanations: Explanations,
+    pub(super) holds: Holds,
+    /// Counts the weights that have computed here; see [`crate::block::Namespace`].
+    pub(super) model_epoch: u64,
     /// The step being built, or in flight.
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
@@ -85,6 +89,7 @@ impl Scheduler {
             hash_key,
         };
         let pool = BlockPool::with_shares(sizes, config.tenants.clone());
+        let holds = Holds::new(config.max_pinned_blocks, config.num_blocks);
         let shared = Arc::new(Shared {
             config: config.clone(),
             hasher: pool.hasher(),
@@ -104,6 +109,8 @@ impl Scheduler {
             tenants: Tenants::default(),
             tenant_counts,
             explanations: Explanations::new(),
+            holds,
+            model_epoch: 0,
             scheduled: Vec::new(),
             copies: Vec::new(),
             ended: VecDeque::new(),
@@ -260,11 +267,6 @@ impl Scheduler {
     /// Whether any request is waiting or running.
     pub fn has_work(&self) -> bool {
         self.sequences.len() > 0 || !self.ended.is_empty()
-    }
-
-    /// Forgets every published block; running sequences keep theirs. Returns how many were forgotten.
-    pub fn reset_prefix_cache(&mut self) -> u32 {
-        self.pool.clear_prefix()
     }
 
     const fn expect_in_flight(&self, step_id: u64) -> Result<(), StepError> {

@@ -59,6 +59,8 @@ pub(super) struct Sequence {
     pub(super) num_deferrals: u32,
     /// Admissions of any sequence before it began to wait.
     pub(super) num_admitted_before: u64,
+    /// The weights that its hashes are of, and that computed what its table holds.
+    pub(super) model_epoch: u64,
     /// The number of the last step that holds it: such a sequence is no victim of that step.
     pub(super) last_step: u64,
 }
@@ -130,6 +132,7 @@ impl Sequence {
             num_passed: 0,
             num_deferrals: 0,
             num_admitted_before: self.num_admitted_before,
+            model_epoch: self.model_epoch,
             last_step: 0,
         }
     }

@@ -80,8 +80,18 @@ stats! {
     blocks_owned,
     /// Blocks that nobody holds, waiting for a step or a copy in flight.
     blocks_fenced,
-    /// Token slots of owned blocks that hold no token.
+    /// Token slots of running sequences' blocks that hold no token.
     wasted_slots,
+    /// Of the owned blocks, those that pins and sessions hold.
+    blocks_pinned,
+    /// Blocks set aside for the pins and sessions that running requests will leave behind.
+    blocks_promised,
+    /// Blocks that pins and sessions may have together.
+    blocks_pin_budget,
+    /// Pins now.
+    num_pins,
+    /// Sessions now.
+    num_sessions,
 }
 
 /// The last published [`Stats`].

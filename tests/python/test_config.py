@@ -37,6 +37,7 @@ def test_the_defaults_are_those_of_the_documented_table():
         "tenants": (),
         "kv_memory": None,
         "num_blocks": None,
+        "max_pinned_blocks": None,
         "threads": None,
         "seed": None,
     }

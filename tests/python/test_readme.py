@@ -102,7 +102,7 @@ def test_openai_snippet(server: str) -> None:
 
 def test_curl_line(server: str) -> None:
     """The request that the curl line makes, sent without curl, which not every machine has."""
-    words = shlex.split(snippet("sh", "curl"))
+    words = shlex.split(snippet("sh", "curl -N"))
     assert words[:2] == ["curl", "-N"]
     assert words[3:6:2] == ["-H", "-d"]
     name, _, value = words[4].partition(": ")

@@ -14,6 +14,8 @@ mod block;
 mod cpu_kernels;
 mod edge_stress;
 mod explain;
+mod holds;
+mod holds_random;
 mod liveness;
 mod samples;
 mod scheduler;

@@ -83,11 +83,9 @@ fn samples_that_do_not_fit_wait_and_end_all_the_same() {
                 simulator.assert_complete((id, sample_index), &prompt, &params);
             }
         }
-        assert_eq!(
-            simulator.scheduler.edge().stats().prompt_tokens,
-            520 + 8,
-            "the second finds the first's blocks"
-        );
+        // The second one finds the first's full blocks, and its tail too if the first has ended by then.
+        let computed = simulator.scheduler.edge().stats().prompt_tokens - 520;
+        assert!(computed == 1 || computed == 8, "{computed}");
         simulator.assert_empty();
     }
 }

@@ -25,6 +25,7 @@ pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
         partial_matching: true,
         eviction: pagedkv::block::Eviction::Turn,
         tenants: Vec::new(),
+        max_pinned_blocks: 0,
         max_queued_requests: 64,
     }
 }
@@ -103,6 +104,8 @@ pub(crate) struct Simulator {
     pub(crate) ended: HashMap<SampleId, i32>,
     /// Of beam searches.
     pub(crate) answers: HashMap<RequestId, Vec<Hypothesis>>,
+    /// The same, in the order of the ends.
+    pub(crate) ends: Vec<SampleId>,
     pub(crate) cached: HashMap<RequestId, u32>,
 }
 
@@ -121,6 +124,7 @@ impl Simulator {
             generated,
             ended,
             answers: HashMap::new(),
+            ends: Vec::new(),
             cached,
         }
     }
@@ -302,6 +306,7 @@ impl Simulator {
     fn end(&mut self, sample: SampleId, reason: i32) {
         let twice = self.ended.insert(sample, reason);
         assert_eq!(twice, None, "{sample:?} ended twice");
+        self.ends.push(sample);
     }
 
     fn note_rows(&mut self, tokens: &[i32], states: &[i32]) {

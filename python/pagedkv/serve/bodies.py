@@ -8,12 +8,12 @@ from aiohttp import web
 
 from pagedkv.serve.errors import refuse, shown
 from pagedkv.serve.middleware import IGNORED
-from pagedkv.serve.protocol import GenerationRequest, parse_request
+from pagedkv.serve.protocol import Body, parse_request
 from pagedkv.serve.served import SERVED, Served
 
 logger = logging.getLogger("pagedkv.serve")
 
-Request = TypeVar("Request", bound=GenerationRequest)
+Request = TypeVar("Request", bound=Body)
 
 # Bodies up to this size are parsed in place, in a few milliseconds at most; larger ones in a thread.
 INLINE_BYTES = 256 * 2**10

@@ -103,6 +103,10 @@ def from_exception(error: Exception) -> ApiError | None:
     if isinstance(error, engine_errors.QueueFull):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(429, f"{error}.", code="queue_full", headers=headers)
+    if isinstance(error, engine_errors.NotFound):
+        return ApiError(404, f"{_capitalised(str(error))}.", code="not_found")
+    if isinstance(error, engine_errors.Conflict):
+        return ApiError(409, f"{_capitalised(str(error))}.", code="conflict")
     if isinstance(error, EngineDead):
         return ApiError(503, f"The engine has stopped: {error}", code="engine_dead")
     if isinstance(error, RequestFailed):
@@ -117,6 +121,10 @@ def from_invalid(error: InvalidRequest, names: Mapping[str, str]) -> ApiError:
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else "invalid_value"
     param = None if error.field is None else names.get(error.field, error.field)
     return ApiError(400, f"{error}.", param=param, code=code)
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def internal_error(request_id: str) -> ApiError:

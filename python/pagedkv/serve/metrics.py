@@ -28,7 +28,12 @@ Stats = Mapping[str, int]
 _GAUGES: Final = {
     "num_requests_running": ("num_running", "Sequences that take part in steps."),
     "num_requests_waiting": ("num_waiting", "Sequences that wait for room in a step or in the cache."),
-    "kv_wasted_slots": ("wasted_slots", "Token slots of owned blocks that hold no token."),
+    "kv_wasted_slots": ("wasted_slots", "Token slots of running sequences' blocks that hold no token."),
+    "kv_blocks_pinned": ("blocks_pinned", "Of the used blocks, those that pins and sessions hold."),
+    "kv_blocks_promised": ("blocks_promised", "Blocks set aside for pins and sessions that are being made."),
+    "kv_blocks_pin_budget": ("blocks_pin_budget", "Blocks that pins and sessions may have together."),
+    "num_pins": ("num_pins", "Pinned prompts."),
+    "num_sessions": ("num_sessions", "Sessions that are kept."),
 }
 _COUNTERS: Final = {
     "prompt_tokens": ("prompt_tokens + prefix_hits", "Prompt tokens computed or found in the cache."),
@@ -210,7 +215,7 @@ class _EngineCollector(Collector):
         yield from self._blocks(stats)
 
     def _blocks(self, stats: Stats) -> Iterable[Metric]:
-        """Used blocks are those that a sequence owns and those that a step in flight may still touch."""
+        """Used blocks are those that somebody holds and those that a step in flight may still touch."""
         used = stats["blocks_owned"] + stats["blocks_fenced"]
         blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "Cache blocks by state.", labels=[*_LABELS, "state"])
         for state, count in (("used", used), ("idle", stats["blocks_idle"]), ("free", stats["blocks_free"])):

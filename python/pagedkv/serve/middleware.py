@@ -100,7 +100,7 @@ async def add_headers(request: web.BaseRequest, response: web.StreamResponse) ->
     headers["Access-Control-Allow-Origin"] = "*"
     headers["Access-Control-Expose-Headers"] = "x-request-id, x-pagedkv-ignored, retry-after"
     if request.method == "OPTIONS":
-        headers["Access-Control-Allow-Methods"] = "GET, POST, HEAD, OPTIONS"
+        headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, HEAD, OPTIONS"
         wanted = request.headers.get("Access-Control-Request-Headers", "")
         headers["Access-Control-Allow-Headers"] = wanted if _HEADER_NAMES.fullmatch(wanted) else "*"
         headers["Access-Control-Max-Age"] = "86400"

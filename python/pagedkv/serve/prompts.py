@@ -6,15 +6,18 @@ pass before the first one is submitted, so that one bad entry refuses the body a
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from pagedkv.beam_search import BeamSearchParams
+from pagedkv.cache_control import PIN_PARAMS
 from pagedkv.errors import InvalidRequest
 from pagedkv.request import INLINE_LEN, AnyParams, Request
 from pagedkv.sampling_params import SamplingParams
+from pagedkv.serve.cache_bodies import PromptBody
 from pagedkv.serve.errors import from_invalid, refuse
-from pagedkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from pagedkv.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, TemplateFields
 from pagedkv.serve.served import Served
 from pagedkv.text.errors import ChatTemplateError
 
@@ -24,6 +27,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 async def completion_requests(served: Served, body: CompletionRequest, salt: bytes) -> list[Request]:
     """A request for every prompt, in order. Ids that the caller gives are used as they are, without a BOS."""
     params = _params(body)
+    if body.append:
+        return [await _appended(served, body, params, salt)]
 
     def prepare(index: int) -> Request:
         with _in_words_of(body, "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"):
@@ -39,7 +44,8 @@ async def completion_requests(served: Served, body: CompletionRequest, salt: byt
     def prepare_all() -> list[Request]:
         return [prepare(index) for index in range(len(body.prompt))]
 
-    return await _prepared(prepare_all, body, sum(map(len, body.prompt)))
+    requests = await _prepared(prepare_all, body, sum(map(len, body.prompt)))
+    return await _kept(served, body, requests)
 
 
 async def chat_request(served: Served, body: ChatRequest, salt: bytes) -> list[Request]:
@@ -49,27 +55,81 @@ async def chat_request(served: Served, body: ChatRequest, salt: bytes) -> list[R
     itself.
     """
     turns = [message.as_template_input() for message in body.messages]
-    opens_reply = body.add_generation_prompt
-    if opens_reply is None:
-        opens_reply = not body.continue_final_message
 
     def prepare() -> list[Request]:
-        try:
-            text = served.engine.tokenizer.chat_text(
-                turns,
-                add_generation_prompt=opens_reply,
-                continue_final_message=body.continue_final_message,
-                **body.chat_template_kwargs,
-            )
-        except ChatTemplateError as error:
-            refuse("messages", f"The messages cannot be rendered: {error}")
+        text = chat_text(served, turns, body)
         with _in_words_of(body, "messages"):
             request = served.engine.prepare(
                 text, _params(body), salt=salt, priority=body.priority, add_special_tokens=False
             )
             return [request]
 
-    return await _prepared(prepare, body, sum(len(turn["content"]) for turn in turns))
+    requests = await _prepared(prepare, body, sum(len(turn["content"]) for turn in turns))
+    return await _kept(served, body, requests)
+
+
+def chat_text(served: Served, turns: Sequence[dict[str, Any]], fields: TemplateFields) -> str:
+    """What the model's chat template makes of a conversation. Raises ApiError 400."""
+    opens_reply = fields.add_generation_prompt
+    if opens_reply is None:
+        opens_reply = not fields.continue_final_message
+    try:
+        return served.engine.tokenizer.chat_text(
+            turns,
+            add_generation_prompt=opens_reply,
+            continue_final_message=fields.continue_final_message,
+            **fields.chat_template_kwargs,
+        )
+    except ChatTemplateError as error:
+        refuse("messages", f"The messages cannot be rendered: {error}")
+
+
+async def prompt_request(served: Served, body: PromptBody, salt: bytes) -> Request:
+    """The prompt of a command about the cache, encoded as the endpoint that generates would do it."""
+    turns = [message.as_template_input() for message in body.messages or ()]
+
+    def prepare() -> Request:
+        prompt = chat_text(served, turns, body) if body.prompt is None else body.prompt[0]
+        special = body.prompt is not None and body.add_special_tokens
+        try:
+            return served.engine.prepare(prompt, PIN_PARAMS, salt=salt, add_special_tokens=special)
+        except InvalidRequest as error:
+            names = {"prompt": "messages", "max_tokens": "messages"} if body.prompt is None else {}
+            raise from_invalid(error, {"max_tokens": "prompt", **names}) from error
+
+    num_chars = sum(len(turn["content"]) for turn in turns) + sum(map(len, body.prompt or ()))
+    return prepare() if num_chars <= INLINE_LEN else await asyncio.to_thread(prepare)
+
+
+async def _appended(served: Served, body: CompletionRequest, params: AnyParams, salt: bytes) -> Request:
+    """The request that continues a session."""
+    assert body.session_id is not None, "the body was checked"
+    assert isinstance(params, SamplingParams), "the body was checked"
+    arrival_time = time.monotonic()
+    with _in_words_of(body, "prompt"):
+        request = await served.engine.prepare_session(
+            body.prompt[0],
+            params,
+            session_id=body.session_id,
+            session_ttl=body.session_ttl,
+            append=True,
+            salt=salt,
+            priority=body.priority,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        )
+    request.arrival_time = arrival_time
+    return request
+
+
+async def _kept(served: Served, body: GenerationRequest, requests: list[Request]) -> list[Request]:
+    """The requests; where a session is asked for, the only one will leave it behind."""
+    if body.session_id is None:
+        return requests
+    request = requests[0]
+    kept = await served.engine.prepare_session(
+        request, request.params, session_id=body.session_id, session_ttl=body.session_ttl, salt=request.salt
+    )
+    return [kept]
 
 
 async def _prepared(

@@ -7,6 +7,7 @@ keys inside messages are ignored. `fields` says what happens to the fields that 
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, cast
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pagedkv.beam_search import MAX_LENGTH_PENALTY, EarlyStopping
+from pagedkv.holds import MAX_NAME_CHARS, MAX_TTL_S
 from pagedkv.sampling_params import (
     MAX_LOGPROBS,
     MAX_PRIORITY,
@@ -129,20 +131,29 @@ Stops = Annotated[list[str], BeforeValidator(_check_stop)]
 Prompts = Annotated[list[Prompt], PlainValidator(_check_prompt)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+SessionId = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False)]
+"""Seconds, at most a day."""
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """An object of a request: strict about types, silent about keys that it does not know."""
+
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
+    def check(self) -> None:
+        """Refuses what each field allows but their combination does not."""
 
-class StreamOptions(_Body):
+
+class StreamOptions(Body):
     """What a stream carries besides the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Body):
     """The fields that completions and chat share."""
 
     model: str | None = None
@@ -167,9 +178,11 @@ class GenerationRequest(_Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    cache_salt: Salt | None = None
     explain_cache: bool = False
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
+    session_id: SessionId | None = None
+    session_ttl: Ttl | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -190,6 +203,10 @@ class GenerationRequest(_Body):
         """Refuses what each field allows but their combination does not."""
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "stream_options is only allowed where stream is true.")
+        if self.session_id is None and self.session_ttl is not None:
+            refuse("session_ttl", "session_ttl is only allowed together with session_id.")
+        if self.session_id is not None:
+            self._check_session()
         if self.best_of is not None and self.best_of < self.n:
             refuse("best_of", f"best_of must be at least n ({self.n}), got {self.best_of}.")
         if self.use_beam_search:
@@ -224,6 +241,15 @@ class GenerationRequest(_Body):
                 message = f"{name} is not supported together with use_beam_search, got {shown(value)}."
                 refuse(name, message, code="unsupported_parameter")
 
+    def _check_session(self) -> None:
+        """Refuses what has no single answer that could be kept."""
+        if self.n != 1:
+            refuse("n", f"n must be 1 where a session is kept (session_id), got {self.n}.")
+        if self.best_of not in (None, 1):
+            refuse("best_of", f"best_of must be 1 where a session is kept (session_id), got {self.best_of}.")
+        if self.use_beam_search:
+            refuse("use_beam_search", "use_beam_search must be false where a session is kept (session_id).")
+
 
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
@@ -231,6 +257,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
+    append: bool = False
 
     @property
     def num_logprobs(self) -> int | None:
@@ -245,9 +272,13 @@ class CompletionRequest(GenerationRequest):
         if num_sequences > MAX_SEQUENCES:
             product = f"n or best_of ({each}) times the number of prompts ({len(self.prompt)})"
             refuse("prompt", f"{product} must be at most {MAX_SEQUENCES}, got {num_sequences}.")
+        if self.append and self.session_id is None:
+            refuse("append", "append is only allowed together with session_id.")
+        if self.session_id is not None and len(self.prompt) != 1:
+            refuse("prompt", f"prompt must be a single one where session_id is, got {len(self.prompt)}.")
 
 
-class ContentPart(_Body):
+class ContentPart(Body):
     """A piece of a message. Only text is understood; a refusal that is sent back is text as well."""
 
     type: Literal["text", "input_text", "output_text", "refusal"] = "text"
@@ -261,14 +292,14 @@ class ContentPart(_Body):
         return self
 
 
-class CalledFunction(_Body):
+class CalledFunction(Body):
     """Which function an assistant called, with the arguments as JSON text."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """A call in the history of a conversation."""
 
     id: str | None = None
@@ -276,7 +307,7 @@ class ToolCall(_Body):
     function: Annotated[CalledFunction, Null]
 
 
-class Message(_Body):
+class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -324,17 +355,38 @@ def _call_as_template_input(call: ToolCall) -> dict[str, Any]:
     }
 
 
-class ChatRequest(GenerationRequest):
-    """Body of POST /v1/chat/completions."""
+Messages = Annotated[
+    list[Annotated[Message, Null]], Field(min_length=1, fail_fast=True), BeforeValidator(_check_messages)
+]
 
-    messages: Annotated[
-        list[Annotated[Message, Null]], Field(min_length=1, fail_fast=True), BeforeValidator(_check_messages)
-    ]
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+class TemplateFields(Body):
+    """What may be said about rendering a conversation through the model's chat template."""
+
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def check_template(self, messages: Sequence[Message]) -> None:
+        """Checks these fields against the conversation."""
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                message = "add_generation_prompt and continue_final_message cannot both be true."
+                refuse("continue_final_message", message)
+            if messages[-1].role != "assistant":
+                message = "continue_final_message needs a last message with the role assistant."
+                refuse("continue_final_message", message)
+        for name in self.chat_template_kwargs:
+            if name in RESERVED_VARIABLES:
+                refuse("chat_template_kwargs", f"chat_template_kwargs must not set {shown(name)}.")
+
+
+class ChatRequest(GenerationRequest, TemplateFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Messages
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -346,19 +398,10 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "top_logprobs is only allowed where logprobs is true.")
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                message = "add_generation_prompt and continue_final_message cannot both be true."
-                refuse("continue_final_message", message)
-            if self.messages[-1].role != "assistant":
-                message = "continue_final_message needs a last message with the role assistant."
-                refuse("continue_final_message", message)
-        for name in self.chat_template_kwargs:
-            if name in RESERVED_VARIABLES:
-                refuse("chat_template_kwargs", f"chat_template_kwargs must not set {shown(name)}.")
+        self.check_template(self.messages)
 
 
-Request = TypeVar("Request", bound=GenerationRequest)
+Request = TypeVar("Request", bound=Body)
 
 
 def parse_request(

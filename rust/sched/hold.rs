@@ -1,0 +1,529 @@
+//! Holds: what is kept after its request has ended, until it expires. A pin keeps the blocks of a prompt, a session
+//! the tokens and blocks of a conversation.
+//!
+//! All holds together have a budget of blocks. A request that shall leave a hold behind opens a [`Promise`] first,
+//! which sets aside what it may need at most; so the budget is never exceeded, and since the pool without the budget
+//! holds the longest sequence, holds can keep nobody from being admitted for good. Blocks that several holds share
+//! count once.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use crate::block::{BlockPool, BlockTable};
+use crate::error::HoldError;
+use crate::ids::{BlockId, RequestId};
+
+/// Pins and sessions, and those that are being made, at most. Forks of a session cost no blocks, but memory.
+pub(super) const MAX_HOLDS: usize = 16_384;
+/// A promise that no request has taken up by then is broken: whoever opened it is gone.
+const PROMISE_TTL_MS: u64 = 600_000;
+
+/// What kind of thing is kept.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum HoldKind {
+    /// The blocks of a prompt.
+    Pin,
+    /// The tokens of a conversation, and those of its blocks that are still there.
+    Session,
+}
+
+impl HoldKind {
+    /// What users call it.
+    pub const fn noun(self) -> &'static str {
+        match self {
+            Self::Pin => "pin",
+            Self::Session => "session",
+        }
+    }
+}
+
+/// A hold's name. Every tenant has its own.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct HoldKey {
+    /// The tenant.
+    pub salt: Vec<u8>,
+    /// Pins and sessions of the same name have nothing to do with each other.
+    pub kind: HoldKind,
+    /// The name that the tenant chose.
+    pub name: String,
+}
+
+/// A hold as its owner sees it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct HoldView {
+    /// The name that the tenant chose.
+    pub name: String,
+    /// Tokens of the prompt, or of the conversation.
+    pub num_tokens: u32,
+    /// Blocks that are held for it.
+    pub num_blocks: u32,
+    /// When it ends unless it is used, in told time.
+    pub expires_at_ms: u64,
+}
+
+/// Something that is kept.
+#[derive(Debug)]
+pub(super) struct Hold {
+    pub(super) key: HoldKey,
+    /// Shared by forks.
+    pub(super) tokens: Arc<[u32]>,
+    /// None where the blocks were given up, so that only the tokens are left.
+    pub(super) table: Option<BlockTable>,
+    /// Leading tokens whose keys and values the blocks hold.
+    pub(super) num_computed: u32,
+    /// The request whose answer ends the tokens, and the length of its prompt.
+    pub(super) answer_to: Option<(RequestId, u32)>,
+    pub(super) ttl_ms: u64,
+    pub(super) expires_at_ms: u64,
+    /// The promise of the request that continues a session.
+    pub(super) appending: Option<u64>,
+}
+
+impl Hold {
+    pub(super) fn num_blocks(&self) -> u32 {
+        self.table.as_ref().map_or(0, BlockTable::len)
+    }
+
+    fn blocks(&self) -> &[BlockId] {
+        self.table.as_ref().map_or(&[], BlockTable::blocks)
+    }
+
+    fn view(&self) -> HoldView {
+        HoldView {
+            name: self.key.name.clone(),
+            num_tokens: u32::try_from(self.tokens.len()).expect("a sequence is short"),
+            num_blocks: self.num_blocks(),
+            expires_at_ms: self.expires_at_ms,
+        }
+    }
+}
+
+/// A request that runs, or is about to, will leave a hold behind.
+#[derive(Debug)]
+pub(super) struct Promise {
+    pub(super) key: HoldKey,
+    pub(super) ttl_ms: u64,
+    /// Blocks set aside.
+    pub(super) num_blocks: u32,
+    /// Whether a request has taken it up.
+    pub(super) is_taken: bool,
+    pub(super) opened_at_ms: u64,
+}
+
+/// All holds and promises.
+#[derive(Debug)]
+pub(super) struct Holds {
+    /// Blocks that holds and promises may have together.
+    budget: u32,
+    now_ms: u64,
+    /// By number, which is the order in which they were made.
+    by_number: BTreeMap<u64, Hold>,
+    by_key: BTreeMap<HoldKey, u64>,
+    by_expiry: BTreeSet<(u64, u64)>,
+    /// Pins by their first block: a hit on one of their blocks goes through it.
+    pins_by_first: HashMap<BlockId, Vec<u64>>,
+    num_pins: usize,
+    promises: BTreeMap<u64, Promise>,
+    /// How many holds have each block.
+    num_holders: Vec<u32>,
+    /// Blocks that any hold has.
+    num_held: u32,
+    /// Blocks set aside by promises.
+    num_promised: u32,
+    /// Numbers given to holds and promises so far.
+    last_number: u64,
+}
+
+impl Holds {
+    pub(super) fn new(budget: u32, num_blocks: u32) -> Self {
+        Self {
+            budget,
+            now_ms: 0,
+            by_number: BTreeMap::new(),
+            by_key: BTreeMap::new(),
+            by_expiry: BTreeSet::new(),
+            pins_by_first: HashMap::new(),
+            num_pins: 0,
+            promises: BTreeMap::new(),
+            num_holders: vec![0; num_blocks as usize + 1],
+            num_held: 0,
+            num_promised: 0,
+            last_number: 0,
+        }
+    }
+
+    pub(super) const fn budget(&self) -> u32 {
+        self.budget
+    }
+
+    pub(super) const fn num_held(&self) -> u32 {
+        self.num_held
+    }
+
+    pub(super) const fn num_promised(&self) -> u32 {
+        self.num_promised
+    }
+
+    pub(super) const fn num_pins(&self) -> usize {
+        self.num_pins
+    }
+
+    pub(super) fn num_sessions(&self) -> usize {
+        self.by_number.len() - self.num_pins
+    }
+
+    pub(super) fn is_held(&self, block: BlockId) -> bool {
+        self.num_holders[block.index()] > 0
+    }
+
+    /// Whether one hold alone has the block, so that it would be nobody's without it.
+    pub(super) fn is_held_once(&self, block: BlockId) -> bool {
+        self.num_holders[block.index()] == 1
+    }
+
+    pub(super) fn get(&self, key: &HoldKey) -> Option<&Hold> {
+        self.by_key.get(key).map(|number| &self.by_number[number])
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Hold> {
+        self.by_number.values()
+    }
+
+    /// Those of one tenant, the oldest first.
+    pub(super) fn views(&self, salt: &[u8], kind: HoldKind) -> Vec<HoldView> {
+        let first = HoldKey {
+            salt: salt.to_vec(),
+            kind,
+            name: String::new(),
+        };
+        let own = self.by_key.range(first..);
+        let own = own.take_while(|(key, _)| key.salt == salt && key.kind == kind);
+        let mut numbers: Vec<u64> = own.map(|(_, &number)| number).collect();
+        numbers.sort_unstable();
+        numbers
+            .iter()
+            .map(|number| self.by_number[number].view())
+            .collect()
+    }
+
+    pub(super) fn view(&self, key: &HoldKey) -> Option<HoldView> {
+        self.get(key).map(Hold::view)
+    }
+
+    // Promises.
+
+    /// Sets blocks aside for a hold to come. Returns the promise's number.
+    ///
+    /// # Errors
+    /// `OverBudget` and `TooMany`; nothing has changed then.
+    pub(super) fn promise(
+        &mut self,
+        key: HoldKey,
+        ttl_ms: u64,
+        num_blocks: u32,
+        block_size: u32,
+    ) -> Result<u64, HoldError> {
+        self.require_place()?;
+        let left = self.budget - self.num_held - self.num_promised;
+        if num_blocks > left {
+            return Err(HoldError::OverBudget {
+                noun: key.kind.noun(),
+                needed: num_blocks,
+                block_size,
+                budget: self.budget,
+                held: self.num_held,
+                promised: self.num_promised,
+            });
+        }
+        let number = self.next_number();
+        self.num_promised += num_blocks;
+        let promise = Promise {
+            key,
+            ttl_ms,
+            num_blocks,
+            is_taken: false,
+            opened_at_ms: self.now_ms,
+        };
+        self.promises.insert(number, promise);
+        Ok(number)
+    }
+
+    /// A request of this tenant takes a promise up. Returns whether it may: the promise is there and its tenant's own.
+    pub(super) fn take_up(&mut self, number: u64, salt: &[u8]) -> bool {
+        let promise = self.promises.get_mut(&number);
+        let Some(promise) = promise.filter(|promise| promise.key.salt == salt && !promise.is_taken) else {
+            return false;
+        };
+        promise.is_taken = true;
+        true
+    }
+
+    /// Ends a promise, kept or not, and gives its blocks back to the budget. None if it was broken before.
+    pub(super) fn end_promise(&mut self, number: u64) -> Option<Promise> {
+        let promise = self.promises.remove(&number)?;
+        self.num_promised -= promise.num_blocks;
+        if let Some(id) = self.by_key.get(&promise.key) {
+            let hold = self.by_number.get_mut(id).expect("a key names a hold");
+            hold.appending.take_if(|appending| *appending == number);
+        }
+        Some(promise)
+    }
+
+    /// Breaks every promise of this name: what is deleted does not come back with a request that still runs.
+    fn break_promises(&mut self, key: &HoldKey) {
+        let same = self.promises.iter().filter(|(_, promise)| promise.key == *key);
+        for number in same.map(|(&number, _)| number).collect::<Vec<_>>() {
+            self.end_promise(number);
+        }
+    }
+
+    /// Whether another hold, or a promise of one, may be added.
+    ///
+    /// # Errors
+    /// `TooMany`.
+    pub(super) fn require_place(&self) -> Result<(), HoldError> {
+        if self.by_number.len() + self.promises.len() < MAX_HOLDS {
+            return Ok(());
+        }
+        Err(HoldError::TooMany { most: MAX_HOLDS })
+    }
+
+    /// Marks a session as being continued by the request of a promise.
+    pub(super) fn append(&mut self, key: &HoldKey, number: u64) {
+        let hold = self.of_key_mut(key).expect("the caller has just seen it");
+        hold.appending = Some(number);
+    }
+
+    // Holds.
+
+    /// Whether the blocks of a table fit beside those that are held and promised.
+    pub(super) fn has_room_for(&self, table: &BlockTable) -> bool {
+        let new = table.blocks().iter().filter(|&&block| !self.is_held(block));
+        let num_new = u32::try_from(new.count()).expect("tables are short");
+        self.num_held + self.num_promised + num_new <= self.budget
+    }
+
+    /// Adds a hold under a name that is free, for its time to live from now on.
+    pub(super) fn insert(&mut self, mut hold: Hold) {
+        assert!(!self.by_key.contains_key(&hold.key), "the name is free");
+        let number = self.next_number();
+        hold.expires_at_ms = self.now_ms + hold.ttl_ms;
+        self.by_expiry.insert((hold.expires_at_ms, number));
+        self.by_key.insert(hold.key.clone(), number);
+        for &block in hold.blocks() {
+            self.num_holders[block.index()] += 1;
+            self.num_held += u32::from(self.num_holders[block.index()] == 1);
+        }
+        self.num_pins += usize::from(hold.key.kind == HoldKind::Pin);
+        if let (HoldKind::Pin, Some(&first)) = (hold.key.kind, hold.blocks().first()) {
+            self.pins_by_first.entry(first).or_default().push(number);
+        }
+        self.by_number.insert(number, hold);
+        assert!(
+            self.num_held + self.num_promised <= self.budget,
+            "holds keep to their budget"
+        );
+    }
+
+    /// Deletes a hold; its blocks go the way of all blocks that nobody holds. False if there is none.
+    pub(super) fn delete(&mut self, pool: &mut BlockPool, key: &HoldKey) -> bool {
+        let known = self.remove(pool, key).is_some();
+        if known {
+            self.break_promises(key);
+        }
+        known
+    }
+
+    /// Takes a hold out and gives its blocks back.
+    pub(super) fn remove(&mut self, pool: &mut BlockPool, key: &HoldKey) -> Option<Hold> {
+        let number = *self.by_key.get(key)?;
+        self.release_blocks(pool, number);
+        self.by_key.remove(key);
+        let hold = self.by_number.remove(&number).expect("a key names a hold");
+        self.by_expiry.remove(&(hold.expires_at_ms, number));
+        self.num_pins -= usize::from(hold.key.kind == HoldKind::Pin);
+        Some(hold)
+    }
+
+    /// Gives up the blocks of a hold; its tokens stay.
+    fn release_blocks(&mut self, pool: &mut BlockPool, number: u64) {
+        let hold = self.by_number.get_mut(&number).expect("a number names a hold");
+        hold.num_computed = 0;
+        let Some(mut table) = hold.table.take() else {
+            return;
+        };
+        if let (HoldKind::Pin, Some(first)) = (hold.key.kind, table.blocks().first()) {
+            let pins = self.pins_by_first.get_mut(first).expect("every pin is listed");
+            pins.retain(|&pin| pin != number);
+            if pins.is_empty() {
+                self.pins_by_first.remove(first);
+            }
+        }
+        for &block in table.blocks() {
+            self.num_holders[block.index()] -= 1;
+            self.num_held -= u32::from(self.num_holders[block.index()] == 0);
+        }
+        table.release(pool);
+    }
+
+    /// Ends an answer at `num_tokens` generated tokens in every session that ends with it: it was cut outside after it
+    /// had ended here.
+    pub(super) fn shorten_answer(&mut self, pool: &mut BlockPool, request: RequestId, num_tokens: u32) {
+        for hold in self.by_number.values_mut() {
+            let Some((_, prompt_len)) = hold.answer_to.filter(|&(answered, _)| answered == request) else {
+                continue;
+            };
+            let num_kept = prompt_len + num_tokens;
+            if num_kept as usize >= hold.tokens.len() {
+                continue;
+            }
+            hold.tokens = hold.tokens[..num_kept as usize].into();
+            hold.num_computed = hold.num_computed.min(num_kept);
+            let Some(table) = hold.table.as_mut() else {
+                continue;
+            };
+            let before = table.blocks().to_vec();
+            table.truncate(pool, hold.num_computed);
+            table.publish_tail(pool, &hold.tokens, hold.num_computed);
+            for &block in &before[table.blocks().len()..] {
+                self.num_holders[block.index()] -= 1;
+                self.num_held -= u32::from(self.num_holders[block.index()] == 0);
+            }
+        }
+    }
+
+    // Time.
+
+    /// Takes note of the time. What has expired goes; returns whether anything has.
+    pub(super) fn set_time(&mut self, pool: &mut BlockPool, now_ms: u64) -> bool {
+        // A clock that goes back stands still here.
+        self.now_ms = self.now_ms.max(now_ms);
+        let before = (self.by_number.len(), self.promises.len());
+        while let Some(&(expires_at_ms, number)) = self.by_expiry.first()
+            && expires_at_ms <= self.now_ms
+        {
+            let key = self.by_number[&number].key.clone();
+            self.remove(pool, &key);
+        }
+        // They are in the order in which they were opened.
+        let old = self
+            .promises
+            .iter()
+            .take_while(|(_, promise)| promise.opened_at_ms + PROMISE_TTL_MS <= self.now_ms);
+        let stale = old.filter(|(_, promise)| !promise.is_taken);
+        for number in stale.map(|(&number, _)| number).collect::<Vec<_>>() {
+            self.end_promise(number);
+        }
+        before != (self.by_number.len(), self.promises.len())
+    }
+
+    /// A hold was used: its time to live begins anew.
+    pub(super) fn refresh(&mut self, key: &HoldKey) {
+        if let Some(&number) = self.by_key.get(key) {
+            self.refresh_number(number);
+        }
+    }
+
+    /// Blocks were found again, beginning with `first`: the pins that begin with it were used.
+    pub(super) fn note_hit(&mut self, first: BlockId) {
+        for number in self.pins_by_first.get(&first).cloned().unwrap_or_default() {
+            self.refresh_number(number);
+        }
+    }
+
+    fn refresh_number(&mut self, number: u64) {
+        let hold = self.by_number.get_mut(&number).expect("a number names a hold");
+        self.by_expiry.remove(&(hold.expires_at_ms, number));
+        hold.expires_at_ms = self.now_ms + hold.ttl_ms;
+        self.by_expiry.insert((hold.expires_at_ms, number));
+    }
+
+    /// Forgets what was computed: pins go, and of sessions the tokens stay. Returns the number of both.
+    pub(super) fn reset(&mut self, pool: &mut BlockPool) -> (u32, u32) {
+        let (mut num_pins, mut num_sessions) = (0, 0);
+        for (number, key) in self
+            .by_key
+            .iter()
+            .map(|(key, &n)| (n, key.clone()))
+            .collect::<Vec<_>>()
+        {
+            match key.kind {
+                HoldKind::Pin => {
+                    num_pins += 1;
+                    self.remove(pool, &key);
+                }
+                HoldKind::Session => {
+                    num_sessions += 1;
+                    self.release_blocks(pool, number);
+                }
+            }
+        }
+        (num_pins, num_sessions)
+    }
+
+    const fn next_number(&mut self) -> u64 {
+        self.last_number += 1;
+        self.last_number
+    }
+
+    fn of_key_mut(&mut self, key: &HoldKey) -> Option<&mut Hold> {
+        let number = self.by_key.get(key)?;
+        self.by_number.get_mut(number)
+    }
+
+    /// Checks that the counts, the orders and the budget are right. Blocks and references are the scheduler's matter.
+    pub(super) fn check(&self, block_size: u32) -> Result<(), String> {
+        let mut num_holders = vec![0; self.num_holders.len()];
+        for (number, hold) in &self.by_number {
+            let name = (hold.key.kind, &hold.key.name);
+            for block in hold.blocks() {
+                num_holders[block.index()] += 1;
+            }
+            if self.by_key.get(&hold.key) != Some(number)
+                || !self.by_expiry.contains(&(hold.expires_at_ms, *number))
+            {
+                return Err(format!("{name:?} is not found by its name or expiry"));
+            }
+            if hold.num_blocks() != hold.num_computed.div_ceil(block_size)
+                || hold.num_computed as usize > hold.tokens.len()
+            {
+                let (blocks, computed) = (hold.num_blocks(), hold.num_computed);
+                return Err(format!("{name:?} holds {blocks} blocks for {computed} tokens"));
+            }
+            let is_listed = |first| {
+                let pins = self.pins_by_first.get(first);
+                pins.is_some_and(|pins| pins.contains(number))
+            };
+            if hold.key.kind == HoldKind::Pin && !hold.blocks().first().is_some_and(is_listed) {
+                return Err(format!("{name:?} is not listed under its first block"));
+            }
+            if hold
+                .appending
+                .is_some_and(|promise| !self.promises.contains_key(&promise))
+            {
+                return Err(format!("{name:?} is continued by nobody"));
+            }
+        }
+        let num_listed: usize = self.pins_by_first.values().map(Vec::len).sum();
+        let sizes = [self.by_key.len(), self.by_expiry.len()];
+        if sizes != [self.by_number.len(); 2] || num_listed != self.num_pins {
+            return Err(format!(
+                "{} holds, by name and expiry {sizes:?}",
+                self.by_number.len()
+            ));
+        }
+        let num_held = num_holders.iter().filter(|&&holders| holders > 0).count();
+        let num_promised: u32 = self.promises.values().map(|promise| promise.num_blocks).sum();
+        if num_holders != self.num_holders
+            || num_held != self.num_held as usize
+            || num_promised != self.num_promised
+            || self.num_held + self.num_promised > self.budget
+        {
+            return Err(format!(
+                "{num_held} blocks are held and {num_promised} promised, counted as {} and {}, of {}",
+                self.num_held, self.num_promised, self.budget
+            ));
+        }
+        Ok(())
+    }
+}
