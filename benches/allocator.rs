@@ -34,6 +34,7 @@ fn pool(num_blocks: u32) -> BlockPool {
         num_blocks,
         block_size: 16,
         prefix_caching: true,
+        partial_matching: true,
         eviction: Eviction::Turn,
         hash_key,
     })

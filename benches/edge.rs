@@ -113,7 +113,9 @@ fn main() {
         max_model_len: 4096,
         eos_token_ids: Vec::new(),
         prefix_caching: true,
+        partial_matching: true,
         eviction: Eviction::default(),
+        tenants: Vec::new(),
         max_queued_requests: 4096,
     };
     let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();

@@ -46,6 +46,7 @@ impl Bench {
             num_blocks: NUM_BLOCKS,
             block_size: BLOCK_SIZE,
             prefix_caching: true,
+            partial_matching: true,
             eviction: Eviction::Turn,
             hash_key,
         };

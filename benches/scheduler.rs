@@ -80,7 +80,9 @@ fn config(num_blocks: u32, max_num_seqs: u32) -> CoreConfig {
         max_model_len: 16_384,
         eos_token_ids: Vec::new(),
         prefix_caching: true,
+        partial_matching: true,
         eviction: Eviction::default(),
+        tenants: Vec::new(),
         max_queued_requests: 4096,
     }
 }

@@ -1,6 +1,6 @@
 //! The sizes that the core is built with. They never change while it runs.
 
-use crate::block::Eviction;
+use crate::block::{Eviction, MAX_SHARES, Share, WEIGHT_ONE};
 use crate::error::InvalidConfig;
 
 /// Samples that one request may ask for.
@@ -27,8 +27,12 @@ pub struct CoreConfig {
     pub eos_token_ids: Vec<u32>,
     /// Whether computed blocks can be found again by their prefix.
     pub prefix_caching: bool,
+    /// Whether the beginning of a cached block can be found as well.
+    pub partial_matching: bool,
     /// Which cached block is given up when none is free.
     pub eviction: Eviction,
+    /// Tenants that have a share of the cache of their own.
+    pub tenants: Vec<Share>,
     /// Requests that may be in flight, waiting or running.
     pub max_queued_requests: u32,
 }
@@ -57,6 +61,7 @@ impl CoreConfig {
             let allowed = format!("1 to {}", MAX_SLOTS / u64::from(self.block_size) - 1);
             return refuse("num_blocks", self.num_blocks.into(), &allowed);
         }
+        self.validate_tenants()?;
         for (field, value) in [
             ("max_num_seqs", self.max_num_seqs),
             ("max_num_batched_tokens", self.max_num_batched_tokens),
@@ -66,6 +71,43 @@ impl CoreConfig {
             if value == 0 || value > 1 << 24 {
                 return refuse(field, value.into(), "1 to 16777216");
             }
+        }
+        Ok(())
+    }
+
+    /// Few enough tenants, whose floors fit the pool together, with weights from 1/100 to 100.
+    fn validate_tenants(&self) -> Result<(), InvalidConfig> {
+        let refuse = |field, value, allowed| {
+            Err(InvalidConfig {
+                field,
+                value,
+                allowed,
+            })
+        };
+        if self.tenants.len() > MAX_SHARES {
+            return refuse(
+                "tenants",
+                self.tenants.len() as u64,
+                format!("up to {MAX_SHARES}"),
+            );
+        }
+        let floors = self.tenants.iter().map(|tenant| u64::from(tenant.floor)).sum();
+        if floors > u64::from(self.num_blocks) {
+            let allowed = format!("up to {} for all tenants together", self.num_blocks);
+            return refuse("min_blocks", floors, allowed);
+        }
+        let weights = WEIGHT_ONE / 100..=WEIGHT_ONE * 100;
+        if let Some(tenant) = self
+            .tenants
+            .iter()
+            .find(|tenant| !weights.contains(&tenant.weight))
+        {
+            let allowed = format!(
+                "{} to {}, in parts of {WEIGHT_ONE}",
+                weights.start(),
+                weights.end()
+            );
+            return refuse("eviction_weight", tenant.weight.into(), allowed);
         }
         Ok(())
     }

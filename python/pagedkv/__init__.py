@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from pagedkv.async_llm import AsyncLLM
     from pagedkv.config import EngineConfig
     from pagedkv.errors import EngineDead, InvalidRequest, ModelError, PagedKVError, QueueFull, RequestFailed
+    from pagedkv.explanation import Explanation
     from pagedkv.llm import LLM
     from pagedkv.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SampleChange
     from pagedkv.sampling_params import SamplingParams
+    from pagedkv.tenants import Tenant
 
 __version__ = "0.1.0"
 
@@ -24,6 +26,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "EngineDead",
+    "Explanation",
     "InvalidRequest",
     "Logprob",
     "ModelError",
@@ -34,6 +37,7 @@ __all__ = [
     "RequestOutput",
     "SampleChange",
     "SamplingParams",
+    "Tenant",
     "__version__",
 ]
 
@@ -43,6 +47,7 @@ _HOME = {
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
     "EngineDead": "errors",
+    "Explanation": "explanation",
     "InvalidRequest": "errors",
     "Logprob": "outputs",
     "ModelError": "errors",
@@ -53,6 +58,7 @@ _HOME = {
     "RequestOutput": "outputs",
     "SampleChange": "outputs",
     "SamplingParams": "sampling_params",
+    "Tenant": "tenants",
 }
 
 # libgomp, which runs torch's loops on Linux, reads its environment once, when torch is loaded. By default

@@ -69,10 +69,16 @@ class Core:
         max_model_len: int,
         eos_token_ids: Sequence[int] = ...,
         enable_prefix_caching: bool = True,
+        partial_matching: bool = True,
         eviction: str = "turn",
+        tenants: Sequence[tuple[bytes, bool, int, int]] = ...,
         max_queued_requests: int = 4096,
     ) -> Core:
         """Builds a core. `eviction` is "lru", or "turn", which keeps longer what requests came back to.
+
+        Without `partial_matching` only whole blocks are found again. Tenants are (salt, whether all salts
+        that begin with it are meant, blocks up to which its idle ones are evicted last, how fast they age in
+        parts of 1024).
 
         Raises ValueError naming a field that is out of bounds, its value and what is allowed.
         """
@@ -99,6 +105,20 @@ class Core:
         """
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
+    def set_time(self, now_ms: int) -> None:
+        """Tells the time, from which ages are taken; no schedule depends on it."""
+    def explain(self, request_id: int, salt: bytes = ...) -> dict[str, Any] | None:
+        """Why a request was found in the cache as far as it was, as of its first admission.
+
+        None where it was not admitted yet, is forgotten, or has another salt. Keys: prompt_tokens,
+        cached_tokens, verdict, token_index, the token ids `before` it, those that the cache `held` behind it
+        and those that `came`, and evicted: None, or an age in milliseconds and "capacity" or "reset".
+        """
+    def tenants(self) -> list[dict[str, int]]:
+        """All tenants that were not named together, then the named ones.
+
+        Keys: requests, prefix_queries, prefix_hits (tokens), generation_tokens, blocks_cached, evictions.
+        """
     def reset_prefix_cache(self) -> int:
         """Forgets every published block; running sequences keep theirs. Returns how many were forgotten."""
 

@@ -17,6 +17,7 @@ from pagedkv.base_llm import BaseLLM
 from pagedkv.engine import Engine, EngineThread
 from pagedkv.errors import EngineDead
 from pagedkv.events import StepEvents
+from pagedkv.explanation import Explanation
 from pagedkv.outputs import RequestMetrics, RequestOutput, SampleChange
 from pagedkv.request import INLINE_LEN, Prompt, Request, prompt_len
 from pagedkv.sampling_params import SamplingParams
@@ -265,6 +266,23 @@ class AsyncLLM(BaseLLM):
         Raises EngineDead if there is none.
         """
         return await asyncio.wrap_future(self._thread.ask(question))
+
+    async def explain(self, request_id: str, *, salt: bytes = b"") -> Explanation | None:
+        """Why the prompt of a request was found in the cache as far as it was, and no further.
+
+        Args:
+            request_id: the name that was given at submit, or the number of one without a name.
+            salt: that of the request; those of other salts are not found.
+
+        Returns:
+            None for a request that is not known (any more: the last 1024 are) or did not run yet.
+        """
+        core_id = self._front.names.find(salt, request_id)
+        return None if core_id is None else await self.ask(lambda core: self._explain(core, core_id, salt))
+
+    async def tenant_stats(self) -> dict[str, dict[str, int]]:
+        """What every named tenant did and has, and under "other" all that were not named."""
+        return await self.ask(self._tenant_stats)
 
     async def snapshot(self) -> dict[str, Any]:
         """A consistent picture of the cache."""

@@ -3,9 +3,13 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Self, Unpack
 
+from pagedkv import explanation
+from pagedkv._core import Core
 from pagedkv.config import EngineConfig, EngineOptions, check_names
 from pagedkv.engine import Engine
+from pagedkv.explanation import Explanation
 from pagedkv.loading import load
+from pagedkv.tenants import OTHERS
 
 if TYPE_CHECKING:
     from pagedkv.models import ModelConfig
@@ -47,6 +51,14 @@ class BaseLLM(ABC):
     @abstractmethod
     def _start(self, engine: Engine) -> None:
         """Takes over the engine."""
+
+    def _explain(self, core: Core, core_id: int, salt: bytes) -> Explanation | None:
+        found = core.explain(core_id, salt)
+        return None if found is None else explanation.from_core(found, self.tokenizer)
+
+    def _tenant_stats(self, core: Core) -> dict[str, dict[str, int]]:
+        names = [OTHERS, *(tenant.name for tenant in self.config.named_tenants)]
+        return dict(zip(names, core.tenants(), strict=True))
 
     @property
     def config(self) -> EngineConfig:

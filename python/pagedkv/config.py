@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
-from typing import Any, Final, TypedDict, get_args
+from typing import Any, Final, TypedDict, cast, get_args
 
 from pagedkv.checks import check_bool, check_int, refusal
 from pagedkv.plan import usable_cores
 from pagedkv.sampling_params import MAX_SEED
+from pagedkv.tenants import Tenant, Tenants, read_tenants
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE: Final = 256
@@ -50,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
+    tenants: Tenants
     kv_memory: int | str | None
     num_blocks: int | None
     threads: int | None
@@ -98,6 +100,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens computed in a step, of all sequences together.
         enable_prefix_caching: whether the blocks of a prompt are found again by later prompts.
+        tenants: who has a share of the cache of its own: a list of `Tenant`, or the path of a JSON file with
+            one. Held as a tuple.
         kv_memory: bytes for the cache, as a number or as "2GiB", "512MiB". None: on a CPU a quarter of the
             free memory, at most 4 GiB; on a GPU nine tenths of what is free once the weights are loaded.
         num_blocks: usable blocks of the pool, exactly; wins over kv_memory.
@@ -113,6 +117,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
+    tenants: Tenants = ()
     kv_memory: int | str | None = None
     num_blocks: int | None = None
     threads: int | None = None
@@ -130,6 +135,7 @@ class EngineConfig:
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise _refusal("device", self.device, "auto, cpu, cuda or cuda:<number>")
         check_bool(_invalid, "enable_prefix_caching", self.enable_prefix_caching, "True or False")
+        object.__setattr__(self, "tenants", read_tenants(self.tenants))
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE, "a power of two in 1..256")
         if self.block_size & (self.block_size - 1):
             raise _refusal("block_size", self.block_size, "a power of two in 1..256")
@@ -147,6 +153,11 @@ class EngineConfig:
                 _check_int(option, value, low, high, allowed)
         if self.kv_memory is not None:
             object.__setattr__(self, "kv_memory", parse_bytes("kv_memory", self.kv_memory))
+
+    @property
+    def named_tenants(self) -> tuple[Tenant, ...]:
+        """The tenants, as they were read."""
+        return cast(tuple[Tenant, ...], self.tenants)
 
     @property
     def kv_bytes(self) -> int | None:
@@ -197,6 +208,7 @@ _HELP: Final = {
     "max_num_seqs": "sequences that run at a time (default: 256)",
     "max_num_batched_tokens": "tokens computed in a step (default: 2048)",
     "enable_prefix_caching": "find the blocks of earlier prompts again (default: on)",
+    "tenants": "JSON file: a list of tenants with name, cache_salt or api_key, min_blocks, eviction_weight",
     "kv_memory": "memory of the cache: bytes, 512MiB, 2GiB (default: a quarter of the free, at most 4GiB)",
     "num_blocks": "usable cache blocks, exactly; wins over --kv-memory",
     "threads": "threads that compute (default: the cores that the process may use)",

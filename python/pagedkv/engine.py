@@ -62,6 +62,7 @@ class Engine:
         nothing else. Raises what the device raises if it does not work any more after such a failure.
         """
         started = time.monotonic()
+        self.core.set_time(int(started * 1000))
         header = self.core.schedule(self._arena)
         if header is None:
             return None

@@ -10,6 +10,7 @@ from pagedkv import _core
 from pagedkv._core import Edge
 from pagedkv.config import EngineConfig
 from pagedkv.errors import InvalidRequest
+from pagedkv.explanation import RequestNames
 from pagedkv.request import Limits, Prompt, Request, make_request
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState, Streams
@@ -47,6 +48,7 @@ class Front:
         seed: the option `seed`, or what was drawn for it.
         limits: what a request must keep to.
         streams: the requests in flight.
+        names: the requests that were submitted last, for those who ask about them.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Front:
         self.limits = limits
         self.seed = seed
         self.streams = Streams(edge)
+        self.names: RequestNames[int] = RequestNames()
         self._seeds = Seeds(seed)
         self._num_submitted = 0
 
@@ -118,6 +121,7 @@ class Front:
             request_id = str(self._num_submitted)
         self._num_submitted += 1
         state = RequestState(request, request_id, core_id, self.tokenizer)
+        self.names.add(request.salt, request_id, core_id)
         self.streams.add(state)
         return state
 

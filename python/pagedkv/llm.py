@@ -9,6 +9,7 @@ from tqdm import tqdm
 from pagedkv.base_llm import BaseLLM
 from pagedkv.engine import Engine
 from pagedkv.errors import InvalidRequest, QueueFull
+from pagedkv.explanation import Explanation
 from pagedkv.outputs import RequestOutput
 from pagedkv.request import Prompt, Prompts, Request, params_for, split_prompts
 from pagedkv.sampling_params import SamplingParams
@@ -96,6 +97,18 @@ class LLM(BaseLLM):
     def stats(self) -> dict[str, int]:
         """Counters as of the last step."""
         return self._engine.edge.stats()
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why the prompt of a request was found in the cache as far as it was, and no further.
+
+        None for an id that no output had, or had too long ago: the last 1024 are known.
+        """
+        core_id = self._front.names.find(b"", request_id)
+        return None if core_id is None else self._explain(self._engine.core, core_id, b"")
+
+    def tenant_stats(self) -> dict[str, dict[str, int]]:
+        """What every named tenant did and has, and under "other" all that were not named."""
+        return self._tenant_stats(self._engine.core)
 
     def snapshot(self) -> dict[str, Any]:
         """A consistent picture of the cache."""

@@ -67,6 +67,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
         max_model_len=plan.max_model_len,
         eos_token_ids=sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids}),
         enable_prefix_caching=config.enable_prefix_caching,
+        tenants=[tenant.core_option for tenant in config.named_tenants],
     )
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size)

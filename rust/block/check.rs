@@ -16,6 +16,9 @@ impl BlockPool {
         }
         self.idle.check()?;
         self.index.check()?;
+        let published = (1..=self.num_blocks()).map(BlockId);
+        self.shares
+            .check(published.filter(|&block| self.is_published(block)))?;
         self.check_lists()?;
         self.check_counts()?;
         self.check_idle_order()

@@ -36,6 +36,9 @@ pub struct PoolConfig {
     pub block_size: u32,
     /// Whether blocks are published and found again.
     pub prefix_caching: bool,
+    /// Whether a match may end inside a block: its beginning is copied. Without it only whole blocks are found,
+    /// as published comparisons of eviction policies count them.
+    pub partial_matching: bool,
     /// Which idle block is taken when no block is free.
     pub eviction: Eviction,
     /// Key of the prefix hash. Drawn at random once per process, so that collisions cannot be prepared.
@@ -78,6 +81,7 @@ mod tests {
             num_blocks,
             block_size,
             prefix_caching: true,
+            partial_matching: true,
             eviction: Eviction::Turn,
             hash_key: [0; 4],
         }

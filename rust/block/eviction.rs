@@ -2,37 +2,63 @@
 //!
 //! A block is never evicted before its children. They went idle no later than it did and have not come back
 //! more often, so by the rule of [`super::turn`] they are at least as old in scaled age; and among equals the
-//! lower class goes first, and within a class the block that went idle first.
+//! lower class goes first, and within a class the block that went idle first. Parent and child belong to one
+//! share, whose weight and floor count for both.
 
 use super::config::Eviction;
+use super::ghost::{Evicted, Removal};
 use super::pool::{BlockPool, BlockState};
 use super::prefix::Parent;
 use super::turn::NUM_CLASSES;
 use crate::ids::BlockId;
 
+/// The block to evict, the list that it is on, and its age by the weight of its class.
+struct Oldest {
+    block: BlockId,
+    list: usize,
+    scaled: u64,
+}
+
 impl BlockPool {
     /// The idle blocks in the order in which they would be evicted if no time passed.
     pub fn idle_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let mut lists: [_; NUM_CLASSES] = std::array::from_fn(|class| self.idle.iter(class).peekable());
+        let num_lists = self.idle.num_lists();
+        let mut lists: Vec<_> = (0..num_lists)
+            .map(|list| self.idle.iter(list).peekable())
+            .collect();
+        let counts = self.shares.counts.iter();
+        let mut num_published: Vec<u32> = counts.map(|counts| counts.num_published).collect();
         std::iter::from_fn(move || {
-            let fronts = lists.iter_mut().map(|list| list.peek().copied());
-            let (class, _) = self.oldest(fronts)?;
-            lists[class].next()
+            let fronts: Vec<Option<BlockId>> = lists.iter_mut().map(|list| list.peek().copied()).collect();
+            let oldest = self.oldest(|list| fronts[list], |share| num_published[share])?;
+            let share = oldest.list / NUM_CLASSES;
+            num_published[share] = num_published[share].saturating_sub(1);
+            lists[oldest.list].next()
         })
     }
 
-    /// Class and scaled age of the block to evict among the first ones of every class.
+    /// The block to evict among the first ones of every list: of shares above their floors if there is any,
+    /// the one of greatest age by the weights of class and share.
     #[inline]
-    fn oldest(&self, fronts: impl Iterator<Item = Option<BlockId>>) -> Option<(usize, u64)> {
-        let mut oldest = None;
-        for (class, front) in fronts.enumerate() {
-            let Some(block) = front else { continue };
-            let scaled = self.turns.scaled(class, self.idle_age(block));
-            if oldest.is_none_or(|(_, other)| scaled > other) {
-                oldest = Some((class, scaled));
+    fn oldest(
+        &self,
+        front: impl Fn(usize) -> Option<BlockId>,
+        num_published: impl Fn(usize) -> u32,
+    ) -> Option<Oldest> {
+        let mut oldest: Option<((bool, u64), Oldest)> = None;
+        for share in 0..self.shares.len() {
+            let is_above = self.shares.is_above_floor(share, num_published(share));
+            for class in 0..NUM_CLASSES {
+                let list = share * NUM_CLASSES + class;
+                let Some(block) = front(list) else { continue };
+                let scaled = self.turns.scaled(class, self.idle_age(block));
+                let rank = (is_above, self.shares.weighted(share, scaled));
+                if oldest.as_ref().is_none_or(|(other, _)| rank > *other) {
+                    oldest = Some((rank, Oldest { block, list, scaled }));
+                }
             }
         }
-        oldest
+        oldest.map(|(_, oldest)| oldest)
     }
 
     /// Allocations since an idle block went idle.
@@ -44,14 +70,21 @@ impl BlockPool {
     /// Takes the idle block to evict off its list and out of the index.
     #[inline(never)]
     pub(super) fn evict(&mut self) -> Option<BlockId> {
-        let fronts: [_; NUM_CLASSES] = std::array::from_fn(|class| self.idle.front(class));
-        let (class, scaled) = self.oldest(fronts.into_iter())?;
-        let block = fronts[class].expect("the oldest is one of them");
+        let Oldest { block, list, scaled } = self.oldest(
+            |list| self.idle.front(list),
+            |share| self.shares.counts[share].num_published,
+        )?;
         self.prefetch_after(block);
+        let evicted = Evicted {
+            at_ms: self.now_ms,
+            reason: Removal::Capacity,
+        };
+        self.ghosts.add(self.hash(block), evicted);
         self.unpublish_tree(block);
         self.idle.remove(block);
-        self.turns.evicted(class, scaled);
+        self.turns.evicted(list % NUM_CLASSES, scaled);
         self.num_evictions += 1;
+        self.shares.counts[list / NUM_CLASSES].num_evictions += 1;
         Some(block)
     }
 
@@ -61,6 +94,7 @@ impl BlockPool {
     fn prefetch_after(&self, block: BlockId) {
         if let Some(next) = self.idle.next(block) {
             self.index.prefetch_removal(next);
+            self.ghosts.prefetch(self.hash(next));
             if let Some(after) = self.idle.next(next) {
                 self.index.prefetch_node(after);
                 self.idle.prefetch(after);
@@ -74,7 +108,7 @@ impl BlockPool {
     fn unpublish_tree(&mut self, block: BlockId) {
         let mut node = block;
         loop {
-            if let Some(child) = self.index.first_child(node) {
+            if let Some(child) = self.index.first_child(Parent::Block(node)) {
                 node = child;
                 continue;
             }
@@ -84,7 +118,7 @@ impl BlockPool {
                 "evicting a parent of block {}",
                 node.0
             );
-            self.index.remove(node);
+            self.unpublish(node);
             match parent {
                 Some(Parent::Block(parent)) if node != block => node = parent,
                 _ => break,
@@ -110,11 +144,18 @@ impl BlockPool {
         }
     }
 
-    /// Puts a published block that nobody holds any more on the list of its class.
+    /// Puts a published block that nobody holds any more on the list of its class. What a longer block begins
+    /// with needs no block of its own.
     #[inline]
     pub(super) fn retire(&mut self, block: BlockId) {
+        if self.index.is_partial(block) && self.index.is_extended(block) {
+            self.unpublish(block);
+            self.free.push(block);
+            return;
+        }
         let class = self.index.class(block);
-        self.idle.push_back(block, class, self.num_allocations);
+        let list = self.shares.list(block, class);
+        self.idle.push_back(block, list, self.num_allocations);
     }
 
     /// Puts a block whose leases were dropped on the list that its state asks for, if it is on none.
@@ -124,6 +165,10 @@ impl BlockPool {
         }
         if !self.is_published(block) {
             self.free.push(block);
+            return;
+        }
+        if self.index.is_partial(block) && self.index.is_extended(block) {
+            self.retire(block);
             return;
         }
         // Its parent may have become idle while it was fenced. It must be evicted before that parent, and so it

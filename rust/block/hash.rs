@@ -82,6 +82,11 @@ impl BlockHasher {
         hash
     }
 
+    /// A part of the key, for numbers beside the hash that nobody is to foresee.
+    pub(super) fn salt(&self) -> u32 {
+        u32::try_from(self.key[1] >> 32).expect("half a word")
+    }
+
     /// Folds one round of tokens into `hash`. The four products are independent, so a round costs the latency
     /// of two.
     #[inline]

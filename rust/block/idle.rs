@@ -1,4 +1,4 @@
-//! The idle lists: published blocks that nobody holds, one list for each turn class, oldest first.
+//! The idle lists: published blocks that nobody holds, one list for each turn class of each share, oldest first.
 //!
 //! Intrusive doubly linked lists over block ids, so that a block taken up again leaves from the middle in O(1)
 //! and no operation allocates. Every list is a ring closed by a sentinel of its own behind the blocks. A block
@@ -19,30 +19,36 @@ struct Link {
     since: u64,
 }
 
-/// Idle blocks by turn class, oldest first.
+/// Idle blocks by list, oldest first. The lists of a share lie together, its turn classes in order.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct IdleLists {
     /// By block id; the sentinels of the lists come last.
     links: Vec<Link>,
+    num_lists: usize,
     len: u32,
 }
 
 impl IdleLists {
-    /// Empty lists over blocks `1..=num_blocks`.
-    pub(super) fn new(num_blocks: u32) -> Self {
+    /// Empty lists of `num_shares` shares over blocks `1..=num_blocks`.
+    pub(super) fn new(num_blocks: u32, num_shares: usize) -> Self {
+        let num_lists = num_shares * NUM_CLASSES;
         let off = Link {
             prev: OFF_LIST,
             next: OFF_LIST,
             since: 0,
         };
         let mut links = vec![off; num_blocks as usize + 1];
-        let sentinels = (num_blocks + 1..).take(NUM_CLASSES);
+        let sentinels = (num_blocks + 1..).take(num_lists);
         links.extend(sentinels.map(|own| Link {
             prev: own,
             next: own,
             since: 0,
         }));
-        Self { links, len: 0 }
+        Self {
+            links,
+            num_lists,
+            len: 0,
+        }
     }
 
     /// Blocks on all lists.
@@ -51,16 +57,22 @@ impl IdleLists {
         self.len
     }
 
-    /// Index of the sentinel of a class.
+    /// Lists of all shares.
     #[inline]
-    fn sentinel(&self, class: usize) -> usize {
-        self.links.len() - NUM_CLASSES + class
+    pub(super) fn num_lists(&self) -> usize {
+        self.num_lists
     }
 
-    /// The oldest block of a class.
+    /// Index of the sentinel of a list.
     #[inline]
-    pub(super) fn front(&self, class: usize) -> Option<BlockId> {
-        let sentinel = self.sentinel(class);
+    fn sentinel(&self, list: usize) -> usize {
+        self.links.len() - self.num_lists + list
+    }
+
+    /// The oldest block of a list.
+    #[inline]
+    pub(super) fn front(&self, list: usize) -> Option<BlockId> {
+        let sentinel = self.sentinel(list);
         let front = self.links[sentinel].next;
         (front as usize != sentinel).then_some(BlockId(front))
     }
@@ -89,10 +101,10 @@ impl IdleLists {
         prefetch(&self.links, block.index());
     }
 
-    /// Appends `block`, which goes idle now, to the list of `class`.
+    /// Appends `block`, which goes idle now, to a list.
     #[inline]
-    pub(super) fn push_back(&mut self, block: BlockId, class: usize, now: u64) {
-        self.link(block, self.sentinel(class), now);
+    pub(super) fn push_back(&mut self, block: BlockId, list: usize, now: u64) {
+        self.link(block, self.sentinel(list), now);
     }
 
     /// Puts `block` just before the idle block `at`, as old as that one.
@@ -137,8 +149,8 @@ impl IdleLists {
     }
 
     /// One list, oldest first. Bounded by the length, so that a broken ring cannot trap its reader.
-    pub(super) fn iter(&self, class: usize) -> impl Iterator<Item = BlockId> + '_ {
-        let sentinel = self.sentinel(class);
+    pub(super) fn iter(&self, list: usize) -> impl Iterator<Item = BlockId> + '_ {
+        let sentinel = self.sentinel(list);
         let first = self.links[sentinel].next;
         std::iter::successors(Some(first), |&block| Some(self.links[block as usize].next))
             .take_while(move |&block| block as usize != sentinel && block != OFF_LIST)
@@ -149,15 +161,15 @@ impl IdleLists {
     /// Checks the rings in both directions, the order of the times and the length.
     pub(super) fn check(&self) -> Result<(), String> {
         let mut count = 0;
-        for class in 0..NUM_CLASSES {
-            let sentinel = self.sentinel(class);
+        for list in 0..self.num_lists {
+            let sentinel = self.sentinel(list);
             let mut prev = sentinel;
             let mut since = 0;
-            for block in self.iter(class) {
+            for block in self.iter(list) {
                 let link = self.links[block.index()];
                 if link.prev as usize != prev || link.since < since {
                     return Err(format!(
-                        "idle list {class}: block {} does not follow {prev}",
+                        "idle list {list}: block {} does not follow {prev}",
                         block.0
                     ));
                 }
@@ -165,7 +177,7 @@ impl IdleLists {
                 count += 1;
             }
             if self.links[sentinel].prev as usize != prev {
-                return Err(format!("idle list {class} does not end with block {prev}"));
+                return Err(format!("idle list {list} does not end with block {prev}"));
             }
         }
         let blocks = &self.links[1..self.sentinel(0)];
@@ -184,14 +196,14 @@ impl IdleLists {
 mod tests {
     use super::*;
 
-    fn order(lists: &IdleLists, class: usize) -> Vec<u32> {
+    fn order(lists: &IdleLists, list: usize) -> Vec<u32> {
         lists.check().expect("the lists are sound");
-        lists.iter(class).map(|block| block.0).collect()
+        lists.iter(list).map(|block| block.0).collect()
     }
 
     #[test]
     fn keep_order_through_middle_removal_and_insertion() {
-        let mut lists = IdleLists::new(5);
+        let mut lists = IdleLists::new(5, 1);
         assert_eq!(lists.front(0), None);
         for (now, block) in [(7, 3), (7, 1), (8, 5)] {
             lists.push_back(BlockId(block), 0, now);

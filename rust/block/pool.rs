@@ -5,11 +5,13 @@
 //! every build: going on would hand one request's memory to another.
 
 use super::config::{Eviction, PoolConfig};
+use super::ghost::Ghosts;
 use super::hash::BlockHasher;
 use super::idle::IdleLists;
 use super::prefix::{Parent, PrefixHit, PrefixIndex};
 use super::root::{Namespace, RootId};
-use super::turn::{NUM_CLASSES, TurnWeights};
+use super::share::{Share, Shares};
+use super::turn::TurnWeights;
 use crate::ids::BlockId;
 
 /// Where a block is in its life; see the diagram of [`super`].
@@ -29,7 +31,8 @@ pub enum BlockState {
 #[derive(Clone, PartialEq, Eq)]
 pub struct BlockPool {
     block_size: u32,
-    prefix_caching: bool,
+    pub(super) prefix_caching: bool,
+    pub(super) partial_matching: bool,
     /// A stack, so that the block released last is used first, while it may still be in a cache.
     pub(super) free: Vec<BlockId>,
     pub(super) idle: IdleLists,
@@ -39,7 +42,12 @@ pub struct BlockPool {
     /// Blocks that copies of the step in flight read, once for every copy.
     pub(super) leased: Vec<BlockId>,
     /// Counts calls of `clear_prefix`.
-    epoch: u64,
+    pub(super) epoch: u64,
+    pub(super) shares: Shares,
+    pub(super) ghosts: Ghosts,
+    /// As it was told last.
+    pub(super) now_ms: u64,
+    pub(super) last_reset_ms: u64,
     pub(super) num_evictions: u64,
     /// Blocks handed out since the pool was made: the clock of the idle lists.
     pub(super) num_allocations: u64,
@@ -51,16 +59,24 @@ impl BlockPool {
     /// # Panics
     /// If `config` is not valid; see [`PoolConfig::validate`].
     pub fn new(config: PoolConfig) -> Self {
-        Self::with_hasher(&config, BlockHasher::new(config.hash_key, false))
+        Self::with_shares(config, Vec::new())
+    }
+
+    /// The same with shares for some tenants.
+    ///
+    /// # Panics
+    /// If `config` is not valid, or if there are more than `MAX_SHARES`.
+    pub fn with_shares(config: PoolConfig, shares: Vec<Share>) -> Self {
+        Self::with_hasher(&config, BlockHasher::new(config.hash_key, false), shares)
     }
 
     /// A pool for tests, in which all hashes are equal: no result may depend on the hash.
     #[doc(hidden)]
     pub fn with_degenerate_hash(config: PoolConfig) -> Self {
-        Self::with_hasher(&config, BlockHasher::new(config.hash_key, true))
+        Self::with_hasher(&config, BlockHasher::new(config.hash_key, true), Vec::new())
     }
 
-    fn with_hasher(config: &PoolConfig, hasher: BlockHasher) -> Self {
+    fn with_hasher(config: &PoolConfig, hasher: BlockHasher, shares: Vec<Share>) -> Self {
         if let Err(message) = config.validate() {
             panic!("{message}");
         }
@@ -68,19 +84,25 @@ impl BlockPool {
             num_blocks,
             block_size,
             prefix_caching,
+            partial_matching,
             eviction,
             ..
         } = *config;
         Self {
             block_size,
             prefix_caching,
+            partial_matching,
             free: (1..=num_blocks).rev().map(BlockId).collect(),
-            idle: IdleLists::new(num_blocks),
+            idle: IdleLists::new(num_blocks, shares.len() + 1),
             eviction,
             turns: TurnWeights::new(num_blocks),
             index: PrefixIndex::new(hasher, num_blocks, block_size),
             leased: Vec::new(),
             epoch: 0,
+            shares: Shares::new(shares, num_blocks),
+            ghosts: Ghosts::new(num_blocks),
+            now_ms: 0,
+            last_reset_ms: 0,
             num_evictions: 0,
             num_allocations: 0,
         }
@@ -216,7 +238,8 @@ impl BlockPool {
     pub fn namespace(&mut self, namespace: &Namespace<'_>) -> RootId {
         let key = namespace.key();
         let hash = self.index.hasher.root(&key);
-        self.index.roots.hold(&key, hash)
+        let share = self.shares.of_salt(namespace.salt);
+        self.index.roots.hold(&key, hash, share)
     }
 
     /// Takes one more hold on a namespace that is held.
@@ -240,8 +263,9 @@ impl BlockPool {
         count(self.index.roots.len())
     }
 
-    /// Finds the longest chain of published blocks that starts `tokens` under `root`. Changes nothing in the
-    /// pool, in particular not the order of eviction.
+    /// Finds the longest chain of published blocks that starts `tokens` under `root`, and after it the block
+    /// that begins with the most of what follows, where that is worth a copy. Changes nothing in the pool, in
+    /// particular not the order of eviction.
     pub fn lookup(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
         hit.hashes.clear();
         self.extend_hashes(root, tokens, &mut hit.hashes);
@@ -261,9 +285,12 @@ impl BlockPool {
     /// nothing, and never anything wrong.
     pub fn probe(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
         hit.blocks.clear();
-        hit.num_idle = 0;
+        (hit.num_tokens, hit.num_full, hit.num_idle) = (0, 0, 0);
         if self.prefix_caching {
             self.index.probe(root, tokens, hit);
+            if self.partial_matching {
+                self.index.look_up_partial(root, tokens, hit);
+            }
         }
     }
 
@@ -381,62 +408,16 @@ impl BlockPool {
         self.index.hasher.block(self.index.chain_hash(parent), tokens)
     }
 
-    /// Makes a full block findable, and returns the block that a lookup will find: an older one if one with
-    /// the same tokens and parent is published already, and then nothing changes here. Without prefix caching
-    /// nothing is published.
-    ///
-    /// `hash` is that of [`Self::chain_hash`].
-    ///
-    /// # Panics
-    /// If the block is not held, is published already, or is not full, or if its parent is not published.
-    pub fn publish(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[u32]) -> BlockId {
-        assert!(
-            self.index.nodes[block.index()].num_tables > 0,
-            "block {} was published but no table holds it",
-            block.0
-        );
-        assert!(!self.is_published(block), "block {} was published twice", block.0);
-        assert!(
-            tokens.len() == self.block_size as usize,
-            "block {} was published but is not full",
-            block.0
-        );
-        if let Parent::Block(parent) = parent {
-            assert!(
-                self.is_published(parent),
-                "block {} was published before its parent",
-                block.0
-            );
-        }
-        debug_assert!(
-            hash == self.chain_hash(parent, tokens),
-            "block {} has another hash",
-            block.0
-        );
-        if !self.prefix_caching {
-            return block;
-        }
-        if let Some(canonical) = self.index.find(hash, parent, tokens) {
-            return canonical;
-        }
-        self.index.insert(block, parent, hash, tokens);
-        block
+    /// Whether blocks that are not full are published, and the beginning of a block is found.
+    #[inline]
+    pub fn partial_matching(&self) -> bool {
+        self.partial_matching
     }
 
     /// Whether blocks are published and found again.
     #[inline]
     pub fn prefix_caching(&self) -> bool {
         self.prefix_caching
-    }
-
-    /// Makes a block that exactly one table holds private again, if no published block depends on it.
-    pub(super) fn unpublish_sole(&mut self, block: BlockId) -> bool {
-        let sole = self.index.nodes[block.index()].num_tables == 1 && self.is_published(block);
-        let leaf = self.index.first_child(block).is_none();
-        if sole && leaf {
-            self.index.remove(block);
-        }
-        sole && leaf
     }
 
     /// Copies of the step in flight that read a block.
@@ -464,22 +445,6 @@ impl BlockPool {
             self.settle(block);
         }
         self.leased = leased;
-    }
-
-    /// Forgets everything that is published, and returns how many blocks that was. Idle blocks become free;
-    /// held ones stay with their tables, which publish nothing any more: what they hold was computed before
-    /// the reset.
-    pub fn clear_prefix(&mut self) -> u32 {
-        let num_published = self.num_published();
-        for class in 0..NUM_CLASSES {
-            while let Some(block) = self.idle.front(class) {
-                self.idle.remove(block);
-                self.free.push(block);
-            }
-        }
-        self.index.clear();
-        self.epoch += 1;
-        num_published
     }
 }
 

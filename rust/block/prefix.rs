@@ -5,12 +5,14 @@
 //! memory of the next ones already on its way, and accepts a node only if hash, parent and tokens are equal.
 //! By induction over the chain a hit is exact, whatever the hash function does.
 //!
-//! Children of a node form a doubly linked list, so that publishing and unpublishing cost O(1) at any
-//! fan-out.
+//! What follows the full blocks is looked for among the children of the last one, which are ordered by their
+//! tokens (see [`super::siblings`]): the one with the longest common prefix gives its beginning. Nodes may hold
+//! less than a block, the tail of a sequence that ended; they have no children.
 
 use super::flat::{FlatTable, prefetch};
 use super::hash::BlockHasher;
-use super::root::{Root, RootId, Roots};
+use super::pool::count;
+use super::root::{RootId, Roots};
 use crate::ids::BlockId;
 
 /// How many blocks ahead of its probe a slot of the hash table is fetched, and a candidate's node and tokens.
@@ -58,8 +60,13 @@ impl Parent {
 /// The result of a lookup. Reusable: a lookup overwrites it and keeps its memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PrefixHit {
-    /// The published blocks that hold the longest known prefix, in order.
+    /// The published blocks that hold the longest known prefix, in order. Only the beginning of the last one
+    /// may be what was asked for; the others match as a whole.
     pub blocks: Vec<BlockId>,
+    /// Tokens of the known prefix.
+    pub num_tokens: u32,
+    /// How many of `blocks` match as a whole.
+    pub num_full: u32,
     /// Chained hashes of all full blocks that were asked for, found or not.
     pub hashes: Vec<u64>,
     /// How many of `blocks` are idle: taking them up costs capacity as an allocation does.
@@ -76,10 +83,10 @@ pub(super) struct Node {
     pub(super) hash: u64,
     /// [`Parent::number`], 0 while the block is not published.
     pub(super) parent: u32,
-    /// Children are linked by block id; 0 ends a list.
+    /// The top of the treap of its children, and its own place among its siblings, by block id; 0 is nobody.
     pub(super) first_child: u32,
-    pub(super) next_sibling: u32,
-    pub(super) prev_sibling: u32,
+    pub(super) left: u32,
+    pub(super) right: u32,
     /// Number of tokens that the node stands for; a full block has `block_size`.
     pub(super) fill_len: u16,
     /// How many later requests came back to the block, up to the last class.
@@ -181,10 +188,37 @@ impl PrefixIndex {
         self.padding + (block.index() << self.shift)
     }
 
+    /// Some child: the top of their treap.
     #[inline]
-    pub(super) fn first_child(&self, block: BlockId) -> Option<BlockId> {
-        let child = self.nodes[block.index()].first_child;
+    pub(super) fn first_child(&self, parent: Parent) -> Option<BlockId> {
+        let child = match parent {
+            Parent::Root(root) => self.roots.get(root).first_child,
+            Parent::Block(block) => self.nodes[block.index()].first_child,
+        };
         (child != 0).then_some(BlockId(child))
+    }
+
+    /// Whether a node holds less than a block.
+    #[inline]
+    pub(super) fn is_partial(&self, block: BlockId) -> bool {
+        usize::from(self.nodes[block.index()].fill_len) < 1 << self.shift
+    }
+
+    /// Whether a longer sibling begins with all tokens of a node, which then gives nothing that the other one
+    /// does not.
+    pub(super) fn is_extended(&self, block: BlockId) -> bool {
+        let parent = self.parent(block).expect("the block is published");
+        let tokens = self.tokens(block);
+        self.neighbours(parent, tokens)
+            .after
+            .is_some_and(|after| after.num_common == tokens.len())
+    }
+
+    /// The partial node whose tokens are the beginning of those of another child of `parent`, if there is one.
+    pub(super) fn extended_by(&self, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
+        let before = self.neighbours(parent, tokens).before?;
+        let len = usize::from(self.nodes[before.block.index()].fill_len);
+        (before.num_common == len && len < tokens.len()).then_some(before.block)
     }
 
     /// Turn class of a published block.
@@ -239,45 +273,65 @@ impl PrefixIndex {
             hit.blocks.push(found);
             parent = Parent::Block(found);
         }
+        hit.num_full = count(hit.blocks.len());
+        hit.num_tokens = hit.num_full << self.shift;
+    }
+
+    /// Adds to a lookup the child of its last block that has the most in common with the tokens which follow.
+    pub(super) fn look_up_partial(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
+        let parent = hit
+            .blocks
+            .last()
+            .map_or(Parent::Root(root), |&last| Parent::Block(last));
+        let rest = &tokens[hit.num_tokens as usize..];
+        let rest = &rest[..rest.len().min(1 << self.shift)];
+        let Some(closest) = self.neighbours(parent, rest).closest() else {
+            return;
+        };
+        let known = hit.num_tokens as usize + closest.num_common;
+        let is_whole = closest.num_common == self.tokens(closest.block).len();
+        if closest.num_common > 0
+            && (is_whole || known + 1 >= tokens.len() || closest.num_common >= self.least_partial())
+        {
+            hit.num_idle += u32::from(!self.nodes[closest.block.index()].is_held());
+            hit.blocks.push(closest.block);
+            hit.num_tokens = count(known);
+        }
+    }
+
+    /// Tokens below which the beginning of a block is not worth its copy: moving a block of 256 costs about as
+    /// much as computing one token, and admission needs a block more. A lone first token, which all prompts of
+    /// a model may have in common, never is.
+    fn least_partial(&self) -> usize {
+        ((1 << self.shift) / 32).max(2)
     }
 
     /// Makes `block` a node. There must be no equal node.
     pub(super) fn insert(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[u32]) {
-        let next_sibling = std::mem::replace(self.head(parent), block.0);
-        if next_sibling != 0 {
-            self.nodes[next_sibling as usize].prev_sibling = block.0;
-        }
         let node = &mut self.nodes[block.index()];
         *node = Node {
             hash,
             parent: parent.number(),
-            next_sibling,
             fill_len: u16::try_from(tokens.len()).expect("a block has at most 1024 tokens"),
             ..node.unpublished()
         };
         let start = self.start(block);
         self.tokens[start..start + tokens.len()].copy_from_slice(tokens);
+        self.link(block, parent);
         self.table.insert(hash, block);
     }
 
     /// Takes a leaf out of the index: hash entry, links and node go together.
     pub(super) fn remove(&mut self, block: BlockId) {
         let node = self.nodes[block.index()];
-        self.nodes[block.index()] = node.unpublished();
         let parent = Parent::from_number(node.parent).expect("only a published block is unpublished");
         assert!(
             node.first_child == 0,
             "block {} was unpublished before its children",
             block.0
         );
-        if node.prev_sibling == 0 {
-            *self.head(parent) = node.next_sibling;
-        } else {
-            self.nodes[node.prev_sibling as usize].next_sibling = node.next_sibling;
-        }
-        if node.next_sibling != 0 {
-            self.nodes[node.next_sibling as usize].prev_sibling = node.prev_sibling;
-        }
+        self.unlink(block, parent);
+        self.nodes[block.index()] = node.unpublished();
         self.table.remove(node.hash, block);
         if let Parent::Root(root) = parent {
             self.roots.drop_if_unused(root);
@@ -295,8 +349,8 @@ impl PrefixIndex {
     pub(super) fn prefetch_removal(&self, block: BlockId) {
         let node = &self.nodes[block.index()];
         self.table.prefetch(node.hash);
-        // What is not a block's number, a root's for instance, is no place in the list and fetches nothing.
-        for number in [node.parent, node.prev_sibling, node.next_sibling] {
+        // What is not a block's number, a root's for instance, is no place among the nodes and fetches nothing.
+        for number in [node.parent, node.left, node.right] {
             prefetch(&self.nodes, number as usize);
         }
     }
@@ -314,15 +368,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Head of the list of children.
-    fn head(&mut self, parent: Parent) -> &mut u32 {
-        match parent {
-            Parent::Root(root) => &mut self.roots.get_mut(root).first_child,
-            Parent::Block(block) => &mut self.nodes[block.index()].first_child,
-        }
-    }
-
-    /// Checks that nodes, hash table and child lists tell the same tree.
+    /// Checks that nodes, hash table and treaps tell the same tree.
     pub(super) fn check(&self) -> Result<(), String> {
         self.table.check()?;
         self.roots.check()?;
@@ -344,11 +390,11 @@ impl PrefixIndex {
             ));
         }
         let mut num_children = 0;
-        for (id, Root { first_child, .. }) in self.roots.iter() {
-            num_children += self.check_children(Parent::Root(id), *first_child)?;
+        for (id, _) in self.roots.iter() {
+            num_children += self.check_children(Parent::Root(id))?;
         }
-        for (id, node) in (0..).map(BlockId).zip(&self.nodes) {
-            num_children += self.check_children(Parent::Block(id), node.first_child)?;
+        for id in (0..count(self.nodes.len())).map(BlockId) {
+            num_children += self.check_children(Parent::Block(id))?;
         }
         if num_children != num_published {
             return Err(format!(
@@ -369,12 +415,15 @@ impl PrefixIndex {
             ));
         }
         let tokens = self.tokens(id);
-        if tokens.len() != 1 << self.shift {
+        if tokens.is_empty() || tokens.len() > 1 << self.shift {
             return Err(format!(
                 "block {} is published with {} tokens",
                 id.0,
                 tokens.len()
             ));
+        }
+        if self.is_partial(id) && self.first_child(Parent::Block(id)).is_some() {
+            return Err(format!("block {} is not full and has children", id.0));
         }
         let hash = self.nodes[id.index()].hash;
         if hash != self.hasher.block(self.chain_hash(parent), tokens) {
@@ -385,22 +434,5 @@ impl PrefixIndex {
             return Err(format!("a search for block {} finds {found:?}", id.0));
         }
         Ok(())
-    }
-
-    /// Checks one list of children and returns its length.
-    fn check_children(&self, parent: Parent, first_child: u32) -> Result<u32, String> {
-        let mut count = 0;
-        let (mut prev, mut child) = (0, first_child);
-        while child != 0 {
-            let node = &self.nodes[child as usize];
-            if node.parent != parent.number() || node.prev_sibling != prev {
-                return Err(format!(
-                    "block {child} is among the children of {parent:?} but its links disagree"
-                ));
-            }
-            count += 1;
-            (prev, child) = (child, node.next_sibling);
-        }
-        Ok(count)
     }
 }

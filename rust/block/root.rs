@@ -44,6 +44,8 @@ pub(super) struct Root {
     pub(super) hash: u64,
     /// Head of the list of first blocks, 0 if there is none.
     pub(super) first_child: u32,
+    /// The share that its blocks count to.
+    pub(super) share: u8,
     /// Tables and callers that will come back to this root.
     pub(super) num_holds: u32,
 }
@@ -57,8 +59,8 @@ pub(super) struct Roots {
 }
 
 impl Roots {
-    /// Takes a hold on the root of `key`, which is made with `hash` if there is none.
-    pub(super) fn hold(&mut self, key: &[u8], hash: u64) -> RootId {
+    /// Takes a hold on the root of `key`, which is made with `hash` and `share` if there is none.
+    pub(super) fn hold(&mut self, key: &[u8], hash: u64, share: u8) -> RootId {
         if let Some(&root) = self.by_key.get(key) {
             self.get_mut(root).num_holds += 1;
             return root;
@@ -67,6 +69,7 @@ impl Roots {
             key: key.into(),
             hash,
             first_child: 0,
+            share,
             num_holds: 1,
         };
         let id = if let Some(id) = self.unused.pop() {

@@ -87,6 +87,14 @@ impl BlockTable {
         self.blocks.is_empty()
     }
 
+    /// The root of its namespace.
+    ///
+    /// # Panics
+    /// If the table was released.
+    pub fn root(&self) -> RootId {
+        self.live_root()
+    }
+
     /// Leading blocks that this table has published or adopted.
     #[inline]
     pub fn num_published(&self) -> u32 {
@@ -112,8 +120,9 @@ impl BlockTable {
     pub fn adopt(&mut self, pool: &mut BlockPool, hit: &PrefixHit, num_blocks: u32) {
         assert!(self.is_empty(), "a hit was adopted into a table that has blocks");
         let mut parent = Parent::Root(self.live_root());
-        for (&block, &hash) in hit.blocks[..num_blocks as usize].iter().zip(&hit.hashes) {
-            let current = pool.parent(block) == Some(parent) && pool.hash(block) == hash;
+        for (idx, &block) in (0..).zip(&hit.blocks[..num_blocks as usize]) {
+            let same = idx >= hit.num_full || pool.hash(block) == hit.hashes[idx as usize];
+            let current = same && pool.parent(block) == Some(parent);
             assert!(current, "block {} of the hit has been evicted", block.0);
             pool.reuse(block, !hit.is_resumed);
             self.blocks.push(block);
@@ -310,6 +319,32 @@ impl BlockTable {
             }
             parent = Parent::Block(self.blocks[idx]);
             self.num_published = count(idx + 1);
+        }
+    }
+
+    /// Publishes what `num_computed` tokens leave in a block that they do not fill, before the table is
+    /// released: nothing may be added to it any more. Nothing happens where another table holds the block, or
+    /// where a published block begins with the same tokens. `tokens` are all tokens of the sequence.
+    pub fn publish_tail(&mut self, pool: &mut BlockPool, tokens: &[u32], num_computed: u32) {
+        let num_full = self.blocks_within(num_computed);
+        let start = (num_full * self.block_size) as usize;
+        let tail = &tokens[start..num_computed as usize];
+        let Some(&block) = self.blocks.get(num_full as usize) else {
+            return;
+        };
+        if tail.is_empty()
+            || !pool.partial_matching()
+            || !pool.prefix_caching()
+            || self.epoch != pool.epoch()
+            || self.num_published != num_full
+            || !pool.is_writable(block)
+        {
+            return;
+        }
+        let parent = self.last_published();
+        if !pool.is_known(parent, tail) {
+            let hash = pool.chain_hash(parent, tail);
+            pool.publish(block, parent, hash, tail);
         }
     }
 

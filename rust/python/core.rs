@@ -8,10 +8,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::config::CoreConfig;
-use crate::ids::BlockId;
+use crate::ids::{BlockId, RequestId};
 use crate::sched::{Scheduler, StepHeader as Header};
 
 use super::edge::Edge;
+use super::explain;
 
 /// The owner of the cache state. A second caller at the same time gets a `RuntimeError`.
 #[pyclass(module = "pagedkv._core")]
@@ -69,7 +70,8 @@ impl Core {
     #[new]
     #[pyo3(signature = (
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
-        enable_prefix_caching=true, eviction="turn", max_queued_requests=4096
+        enable_prefix_caching=true, partial_matching=true, eviction="turn",
+        tenants=Vec::new(), max_queued_requests=4096
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -83,7 +85,9 @@ impl Core {
         max_model_len: u32,
         eos_token_ids: Vec<u32>,
         enable_prefix_caching: bool,
+        partial_matching: bool,
         eviction: &str,
+        tenants: Vec<explain::Tenant>,
         max_queued_requests: u32,
     ) -> PyResult<Self> {
         let config = CoreConfig {
@@ -94,7 +98,9 @@ impl Core {
             max_model_len,
             eos_token_ids,
             prefix_caching: enable_prefix_caching,
+            partial_matching,
             eviction: eviction.parse().map_err(PyValueError::new_err::<String>)?,
+            tenants: tenants.into_iter().map(explain::share).collect(),
             max_queued_requests,
         };
         let hash_key = std::array::from_fn(|word| RandomState::new().hash_one(word));
@@ -171,6 +177,29 @@ impl Core {
 
     fn check_invariants(&self) -> PyResult<()> {
         self.scheduler.check_invariants().map_err(to_error)
+    }
+
+    fn set_time(&mut self, now_ms: u64) {
+        self.scheduler.set_time(now_ms);
+    }
+
+    #[pyo3(signature = (request_id, salt=Vec::new()))]
+    fn explain<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: u64,
+        salt: Vec<u8>,
+    ) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let explanation = self.scheduler.explain(RequestId(request_id), &salt);
+        explanation.map(|found| explain::as_dict(py, found)).transpose()
+    }
+
+    fn tenants<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let views = self.scheduler.tenants();
+        views
+            .iter()
+            .map(|view| explain::tenant_as_dict(py, view))
+            .collect()
     }
 
     fn reset_prefix_cache(&mut self) -> u32 {

@@ -5,6 +5,7 @@ mod core;
 mod cpu;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
+mod explain;
 
 use pyo3::prelude::*;
 

@@ -4,8 +4,9 @@
 
 use std::collections::HashSet;
 
-use crate::block::{BlockTable, PrefixHit};
+use crate::block::{BlockTable, Namespace, PrefixHit};
 
+use super::explain::Admission;
 use super::policy::{self, MAX_DEFERRALS, MAX_PASSED};
 use super::scheduler::{Budget, Scheduled, Scheduler};
 use super::slab::SeqIdx;
@@ -149,7 +150,7 @@ impl Scheduler {
     /// What is to come of a waiting sequence, given what of it was found.
     fn decide(&self, idx: SeqIdx, table: &BlockTable, budget: &Budget, round: &Round) -> Outcome {
         let sequence = self.sequences.get(idx);
-        let next_block = round.hit.hashes.get(round.hit.blocks.len());
+        let next_block = round.hit.hashes.get(round.hit.num_full as usize);
         if sequence.num_deferrals < MAX_DEFERRALS
             && next_block.is_some_and(|hash| round.in_flight.contains(hash))
         {
@@ -177,6 +178,7 @@ impl Scheduler {
 
     /// Moves a sequence to the running ones, with the blocks of its first part.
     fn start(&mut self, part: Scheduled, mut table: BlockTable, hit: &PrefixHit) {
+        self.explain_admission(part, &table, hit);
         let end = part.num_computed + part.num_tokens;
         table
             .admit(&mut self.pool, hit, part.num_computed, end, &mut self.copies)
@@ -189,17 +191,38 @@ impl Scheduler {
         self.count_hit(part.seq);
     }
 
+    /// Notes why the hit ends where it does, the first time that a request is admitted: before admission evicts
+    /// anything.
+    fn explain_admission(&mut self, part: Scheduled, table: &BlockTable, hit: &PrefixHit) {
+        let sequence = self.sequences.get(part.seq);
+        if sequence.words.num_cached_tokens().is_some() {
+            return;
+        }
+        let live = self.requests.of(sequence.request);
+        let admission = Admission {
+            request: sequence.request,
+            namespace: Namespace {
+                salt: &live.request.salt,
+                ..Namespace::default()
+            },
+            root: table.root(),
+            tokens: &sequence.tokens,
+            hit,
+            num_computed: part.num_computed,
+        };
+        self.explanations.note(&self.pool, &admission);
+    }
+
     /// How many tokens of the hit the sequence can start with. None: it does not fit now.
     ///
-    /// The last token is always computed, since its logits are needed. Where the hit holds it, the block around it
-    /// is copied first; where there is no room for both the block and its copy, that block is not used.
+    /// The last token is always computed, since its logits are needed. Where the hit ends inside a block, that block
+    /// is copied first; where there is no room for both the block and its copy, it is not used.
     fn usable_hit(&self, idx: SeqIdx, table: &BlockTable, round: &Round) -> Option<u32> {
         let num_tokens = self.sequences.get(idx).num_tokens();
         let block_size = self.config.block_size;
-        let num_hit = u32::try_from(round.hit.blocks.len()).expect("tables are short") * block_size;
         let margin = u64::from(self.growth_margin());
         let num_available = u64::from(self.pool.num_available());
-        let whole = num_hit.min(num_tokens - 1);
+        let whole = round.hit.num_tokens.min(num_tokens - 1);
         [whole, whole - whole % block_size]
             .into_iter()
             .find(|&num_computed| {
@@ -229,6 +252,9 @@ impl Scheduler {
             return;
         }
         sequence.words.set_num_cached_tokens(num_hit);
+        let counts = &mut self.tenant_counts[self.requests.of(sequence.request).share];
+        counts.prefix_queries += u64::from(num_tokens);
+        counts.prefix_hits += u64::from(num_hit);
         self.stats.prefix_queries += u64::from(num_tokens);
         self.stats.prefix_hits += u64::from(num_hit);
     }

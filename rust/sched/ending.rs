@@ -25,6 +25,10 @@ impl Scheduler {
         let request = sequence.request;
         self.queues.remove(sequence.tenant, sequence.key);
         if let Some(table) = sequence.table.as_mut() {
+            // A step that failed may not have made the copy that the tail begins with.
+            if reason != FinishReason::Error {
+                table.publish_tail(&mut self.pool, &sequence.tokens, sequence.num_computed);
+            }
             table.release(&mut self.pool);
         }
         if outside {
@@ -44,8 +48,11 @@ impl Scheduler {
         };
         *counter += u64::from(sequence.num_rows());
         let live = self.requests.of_mut(request);
+        self.tenant_counts[live.share].generation_tokens += u64::from(sequence.num_generated());
         live.sequences.retain(|&other| other != idx);
         if live.sequences.is_empty() {
+            let num_computed = sequence.num_computed;
+            self.explanations.ended(&self.pool, request, num_computed);
             self.requests.remove(request);
             self.tenants.leave(sequence.tenant);
             self.edge.shared.flags.retire(request);
@@ -55,13 +62,14 @@ impl Scheduler {
     /// Takes a sequence's blocks; it waits again and computes its tokens anew, except those still found by prefix.
     pub(super) fn preempt(&mut self, idx: SeqIdx) {
         let sequence = self.sequences.get_mut(idx);
-        sequence.num_computed_before = sequence.num_computed_before.max(sequence.num_computed);
-        sequence.num_computed = 0;
+        let num_computed = std::mem::take(&mut sequence.num_computed);
+        sequence.num_computed_before = sequence.num_computed_before.max(num_computed);
         sequence.num_preemptions += 1;
         let mut table = sequence
             .table
             .take()
             .expect("a running sequence has a block table");
+        table.publish_tail(&mut self.pool, &sequence.tokens, num_computed);
         table.release(&mut self.pool);
         sequence.num_admitted_before = self.num_admitted;
         self.queues.remove(sequence.tenant, sequence.key);

@@ -72,9 +72,12 @@ impl Scheduler {
             last_step: 0,
         });
         self.queues.wait(tenant, key, idx);
+        let share = self.pool.share_of(&request.salt);
+        self.tenant_counts[share].requests += 1;
         self.requests.insert(LiveRequest {
             id,
             request,
+            share,
             sequences: vec![idx],
         });
         // An abort that came before this moment was raised for a request which no scan could find yet.
@@ -102,6 +105,8 @@ impl Scheduler {
         if let Some(table) = sequence.table.as_mut() {
             table.truncate(&mut self.pool, num_kept);
         }
+        sequence.tokens.truncate(num_kept as usize);
+        sequence.num_computed = sequence.num_computed.min(num_kept);
         self.stats.discarded_tokens += u64::from(num_beyond);
         self.end_sequence(idx, FinishReason::Stop, true);
     }

@@ -9,6 +9,8 @@ use super::slab::SeqIdx;
 pub(super) struct LiveRequest {
     pub(super) id: RequestId,
     pub(super) request: Box<Request>,
+    /// The share of its tenant; see [`crate::block::ShareCounts`].
+    pub(super) share: usize,
     /// Its sequences: one until the prompt is computed, then one per sample that has not ended.
     pub(super) sequences: Vec<SeqIdx>,
 }

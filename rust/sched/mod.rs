@@ -17,6 +17,7 @@ mod admission;
 mod check;
 mod edge;
 mod ending;
+mod explain;
 mod fairness;
 mod intake;
 mod live;
@@ -30,7 +31,8 @@ mod slab;
 mod step;
 
 pub use edge::{Edge, Prepared};
-pub use observe::SequenceView;
+pub use explain::{Explanation, Verdict};
+pub use observe::{SequenceView, TenantView};
 pub use request::{FinishReason, Request, SamplingParams};
 pub use scheduler::Scheduler;
 pub use step::{ARENA_VERSION, Section, StepHeader};

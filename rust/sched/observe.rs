@@ -2,6 +2,7 @@
 
 use crate::ids::{BlockId, RequestId};
 
+use super::explain::Explanation;
 use super::scheduler::Scheduler;
 use super::sequence::Sequence;
 
@@ -18,7 +19,50 @@ pub struct SequenceView {
     pub blocks: Vec<BlockId>,
 }
 
+/// What a share's requests did, since start.
+#[derive(Clone, Copy, Default, Debug)]
+pub(super) struct TenantCounts {
+    pub(super) requests: u64,
+    pub(super) prefix_queries: u64,
+    pub(super) prefix_hits: u64,
+    pub(super) generation_tokens: u64,
+}
+
+/// A tenant that was named in the configuration, or all others together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[expect(missing_docs, reason = "the names are those of the statistics")]
+pub struct TenantView {
+    pub requests: u64,
+    pub prefix_queries: u64,
+    pub prefix_hits: u64,
+    pub generation_tokens: u64,
+    pub blocks_cached: u32,
+    pub evictions: u64,
+}
+
 impl Scheduler {
+    /// All tenants that were not named first, then the named ones in their order.
+    pub fn tenants(&self) -> Vec<TenantView> {
+        let shares = self.pool.share_counts().iter();
+        shares
+            .zip(&self.tenant_counts)
+            .map(|(share, counts)| TenantView {
+                requests: counts.requests,
+                prefix_queries: counts.prefix_queries,
+                prefix_hits: counts.prefix_hits,
+                generation_tokens: counts.generation_tokens,
+                blocks_cached: share.num_published,
+                evictions: share.num_evictions,
+            })
+            .collect()
+    }
+
+    /// Why a request was found in the cache as far as it was. None where it was not admitted yet, is forgotten, or
+    /// has another salt.
+    pub fn explain(&self, request: RequestId, salt: &[u8]) -> Option<&Explanation> {
+        self.explanations.get(request, salt)
+    }
+
     /// Every live sequence, the oldest first.
     pub fn sequences(&self) -> Vec<SequenceView> {
         let mut live: Vec<&Sequence> = self.sequences.iter().map(|(_, sequence)| sequence).collect();

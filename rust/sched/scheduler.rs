@@ -10,8 +10,10 @@ use crate::ids::{BlockId, RequestId};
 use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, inbox};
 
 use super::edge::{Edge, Shared, Submission};
+use super::explain::Explanations;
 use super::fairness::Tenants;
 use super::live::LiveRequests;
+use super::observe::TenantCounts;
 use super::policy;
 use super::queues::{QueueKey, Queues};
 use super::request::FinishReason;
@@ -38,6 +40,9 @@ pub struct Scheduler {
     pub(super) requests: LiveRequests,
     pub(super) queues: Queues,
     pub(super) tenants: Tenants,
+    /// By share.
+    pub(super) tenant_counts: Vec<TenantCounts>,
+    pub(super) explanations: Explanations,
     /// The step being built, or in flight.
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
@@ -64,13 +69,16 @@ impl Scheduler {
         step::check_arena_len(&config)?;
         let capacity = config.max_queued_requests as usize;
         let (sender, receiver) = inbox(capacity);
-        let pool = BlockPool::new(PoolConfig {
+        let tenant_counts = vec![TenantCounts::default(); config.tenants.len() + 1];
+        let sizes = PoolConfig {
             num_blocks: config.num_blocks,
             block_size: config.block_size,
             prefix_caching: config.prefix_caching,
+            partial_matching: config.partial_matching,
             eviction: config.eviction,
             hash_key,
-        });
+        };
+        let pool = BlockPool::with_shares(sizes, config.tenants.clone());
         let shared = Arc::new(Shared {
             config: config.clone(),
             hasher: pool.hasher(),
@@ -86,6 +94,8 @@ impl Scheduler {
             requests: LiveRequests::new(capacity),
             queues: Queues::default(),
             tenants: Tenants::default(),
+            tenant_counts,
+            explanations: Explanations::new(),
             scheduled: Vec::new(),
             copies: Vec::new(),
             ended: VecDeque::new(),
@@ -227,6 +237,11 @@ impl Scheduler {
     /// Whether any request is waiting or running.
     pub fn has_work(&self) -> bool {
         self.sequences.len() > 0 || !self.ended.is_empty()
+    }
+
+    /// Tells the time, from which ages are taken; no schedule depends on it.
+    pub fn set_time(&mut self, now_ms: u64) {
+        self.pool.set_time(now_ms);
     }
 
     /// Forgets every published block; running sequences keep theirs. Returns how many were forgotten.

@@ -244,7 +244,7 @@ class FakeEngine:
         limits = Limits(self.max_model_len, VOCAB_SIZE)
         return make_request(prompt, sampling_params, cast(Tokenizer, self.tokenizer), limits, **options)
 
-    def submit(self, request: Request) -> FakeStream:
+    def submit(self, request: Request, *, request_id: str | None = None) -> FakeStream:
         if self.dead:
             raise EngineDead("the engine's thread died")
         if len(self.running) >= self.capacity:
@@ -264,14 +264,16 @@ async def serving(
     *,
     names: tuple[str, ...] = ("mock",),
     strict: bool = False,
-    api_key: str | None = None,
+    api_keys: tuple[str, ...] = (),
+    keys_are_tenants: bool | None = None,
     keeps_engine: bool = False,
 ) -> AsyncIterator[TestClient]:
     """A client of a server around `engine`, set up as `python -m pagedkv.serve` does it.
 
     `keeps_engine`: the engine outlives its server, so that its state can be looked at afterwards.
     """
-    app = build_app(engine, ServeOptions(names, "mock-root", strict, api_key))
+    are_tenants = len(api_keys) > 1 if keys_are_tenants is None else keys_are_tenants
+    app = build_app(engine, ServeOptions(names, "mock-root", strict, api_keys, are_tenants))
     if keeps_engine:
         app.on_shutdown.clear()
     async with TestClient(TestServer(app)) as client:

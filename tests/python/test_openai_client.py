@@ -14,9 +14,9 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 @asynccontextmanager
-async def client_of(engine: FakeEngine, api_key: str | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client_of(engine: FakeEngine, api_keys: tuple[str, ...] = ()) -> AsyncIterator[openai.AsyncOpenAI]:
     """An `openai` client of a server around `engine`."""
-    async with serving(engine, api_key=api_key) as server:
+    async with serving(engine, api_keys=api_keys) as server:
         base_url = str(server.make_url("/v1"))
         async with openai.AsyncOpenAI(base_url=base_url, api_key="sk-x", max_retries=0) as client:
             yield client
@@ -137,7 +137,7 @@ async def test_errors_as_exception_types() -> None:
         with pytest.raises(openai.BadRequestError) as unsupported:
             await create(model="mock", messages=USER, response_format={"type": "json_object"})
         assert unsupported.value.param == "response_format"
-    async with client_of(FakeEngine(), api_key="other") as client:
+    async with client_of(FakeEngine(), api_keys=("other",)) as client:
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()
     async with client_of(FakeEngine(capacity=0)) as client:

@@ -261,7 +261,7 @@ async def test_ignored_fields_are_named_and_logged_once(caplog: pytest.LogCaptur
 
 
 async def test_key_is_asked_for_where_it_must_be() -> None:
-    async with serving(FakeEngine(), api_key="s3cret") as client:
+    async with serving(FakeEngine(), api_keys=("s3cret",)) as client:
         for headers in (
             {},
             {"Authorization": "Bearer "},
@@ -294,7 +294,7 @@ async def test_browsers_may_call() -> None:
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization, content-type, x-stainless-lang",
     }
-    async with serving(FakeEngine(), api_key="k") as client:
+    async with serving(FakeEngine(), api_keys=("k",)) as client:
         response = await client.options(CHAT, headers=asked)
         assert response.status == 204
         assert response.headers["Access-Control-Allow-Origin"] == "*"
@@ -310,7 +310,7 @@ async def test_browsers_may_call() -> None:
 
 
 async def test_bytes_in_headers_that_are_no_text() -> None:
-    async with serving(FakeEngine(), api_key="s3cret") as client:
+    async with serving(FakeEngine(), api_keys=("s3cret",)) as client:
         reader, writer = await asyncio.open_connection(client.server.host, client.server.port)
         for method in (b"GET", b"OPTIONS"):
             writer.write(

@@ -3,8 +3,10 @@
 mod examples;
 mod model;
 mod op;
+mod partial;
 mod random;
 mod sessions;
+mod shares;
 mod weights;
 mod worked_example;
 mod world;
@@ -20,12 +22,13 @@ pub(crate) const HASH_KEY: [u64; 4] = [
     0x2545_f491_4f6c_dd1d,
 ];
 
-/// A pool with prefix caching.
+/// A pool that finds whole blocks again.
 pub(crate) fn pool(num_blocks: u32, block_size: u32) -> BlockPool {
     BlockPool::new(PoolConfig {
         num_blocks,
         block_size,
         prefix_caching: true,
+        partial_matching: false,
         eviction: Eviction::Turn,
         hash_key: HASH_KEY,
     })

@@ -62,6 +62,7 @@ fn client_thread(edge: &Edge, thread_index: u32) -> Vec<Client> {
 #[test]
 fn many_threads_submit_and_leave_while_steps_run() {
     let sizes = CoreConfig {
+        tenants: Vec::new(),
         max_queued_requests: 24,
         max_num_batched_tokens: 24,
         ..config(30, 4)

@@ -80,6 +80,7 @@ fn every_request_ends_in_a_pool_that_barely_holds_the_largest() {
     // The largest request has 60 + 20 tokens: 20 blocks.
     let sizes = CoreConfig {
         max_num_batched_tokens: 24,
+        tenants: Vec::new(),
         max_queued_requests: 40,
         ..config(22, 4)
     };

@@ -12,8 +12,10 @@
 mod block;
 mod cpu_kernels;
 mod edge_stress;
+mod explain;
 mod liveness;
 mod scheduler;
+mod scheduler_partial;
 mod scheduler_policy;
 mod scheduler_random;
 mod simulator;

@@ -186,6 +186,7 @@ fn what_never_fits_is_refused_with_the_numbers() {
 #[test]
 fn a_full_queue_refuses_and_accepts_again() {
     let mut simulator = Simulator::new(pagedkv::config::CoreConfig {
+        tenants: Vec::new(),
         max_queued_requests: 3,
         ..config(10, 4)
     });
@@ -250,8 +251,8 @@ fn an_early_end_keeps_nothing_beyond_it() {
     let stats = simulator.scheduler.edge().stats();
     assert_eq!(stats.generation_tokens - stats.discarded_tokens, 3);
     assert!(
-        simulator.scheduler.pool().num_idle() <= 2,
-        "9 tokens fill two blocks"
+        simulator.scheduler.pool().num_idle() <= 3,
+        "9 tokens are in three blocks"
     );
     simulator.scheduler.edge().finish(id, 0, 3);
     simulator.run(3);

@@ -37,6 +37,7 @@ fn a_prompt_that_does_not_fit_is_passed_over() {
 #[test]
 fn blocks_are_kept_for_whoever_was_passed_over_too_often() {
     let mut simulator = Simulator::new(CoreConfig {
+        tenants: Vec::new(),
         max_queued_requests: 4000,
         ..config(24, 4)
     });
@@ -114,6 +115,7 @@ fn a_higher_priority_takes_blocks_from_a_lower_one() {
 fn tenants_share_fairly_whatever_they_submit() {
     let mut simulator = Simulator::new(CoreConfig {
         max_num_seqs: 2,
+        tenants: Vec::new(),
         max_queued_requests: 400,
         ..config(64, 4)
     });
@@ -247,6 +249,7 @@ fn the_schedule_follows_from_the_commands() {
 #[test]
 fn a_flood_of_arrivals_is_taken_in_over_several_steps() {
     let mut simulator = Simulator::new(CoreConfig {
+        tenants: Vec::new(),
         max_queued_requests: 2000,
         max_num_seqs: 1,
         ..config(64, 4)

@@ -22,7 +22,9 @@ pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
         max_model_len: 256,
         eos_token_ids: vec![EOS],
         prefix_caching: true,
+        partial_matching: true,
         eviction: pagedkv::block::Eviction::Turn,
+        tenants: Vec::new(),
         max_queued_requests: 64,
     }
 }

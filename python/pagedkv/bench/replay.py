@@ -91,6 +91,8 @@ class _Replay:
             max_num_seqs=timing.max_num_seqs if timing else 1,
             max_num_batched_tokens=timing.max_num_batched_tokens if timing else longest,
             max_model_len=longest + outputs,
+            # Published figures count whole blocks, in a cache that keeps nothing else.
+            partial_matching=False,
             eviction=policy,
             max_queued_requests=_MAX_QUEUED,
         )

@@ -11,6 +11,7 @@ from pagedkv.serve.prompts import chat_request
 from pagedkv.serve.protocol import ChatRequest
 from pagedkv.serve.replies import Piece, Shape, reply
 from pagedkv.serve.served import SERVED
+from pagedkv.serve.tenancy import namespace_of
 
 
 class ChatShape(Shape):
@@ -52,6 +53,6 @@ async def create_chat_completion(http_request: web.Request) -> web.StreamRespons
     served = http_request.app[SERVED]
     body = await read_request(http_request, ChatRequest)
     model = served.name_for(body.model)
-    requests = await chat_request(served, body)
+    requests = await chat_request(served, body, namespace_of(http_request, body.cache_salt))
     shape = ChatShape(body.num_logprobs, served.engine.tokenizer.token_bytes)
     return await reply(http_request, body, model, requests, shape)

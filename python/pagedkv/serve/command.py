@@ -66,8 +66,24 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--strict", action="store_true", help="refuse unknown request fields instead of ignoring them"
     )
-    group.add_argument("--api-key", metavar="KEY", help="ask for this key on /v1/* (default: no key)")
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help="ask for one of these keys on /v1/* (default: no key); where there are several, clients with "
+        "different keys share nothing in the cache",
+    )
     return result
+
+
+def api_keys(given: Sequence[str], config: EngineConfig) -> tuple[tuple[str, ...], bool]:
+    """The keys that are accepted, those of the tenants among them, and whether they tell tenants apart.
+
+    A single key does not: everybody has it.
+    """
+    of_tenants = [tenant.api_key for tenant in config.named_tenants if tenant.api_key is not None]
+    keys = tuple(dict.fromkeys([*given, *of_tenants]))
+    return keys, len(keys) > 1 or bool(of_tenants)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -186,7 +202,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             engine = load_engine(config)
             names = tuple(options.served_model_name or [engine.model_name])
             root = config.model or engine.model_name
-            serve_options = ServeOptions(names, root, options.strict, options.api_key)
+            keys, are_tenants = api_keys(options.api_key or [], config)
+            serve_options = ServeOptions(names, root, options.strict, keys, are_tenants)
             asyncio.run(serve(build_app(engine, serve_options), options.host, bound))
     except StartError as error:
         print(f"pagedkv: {error}", file=sys.stderr)

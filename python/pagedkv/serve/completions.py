@@ -10,6 +10,7 @@ from pagedkv.serve.prompts import completion_requests
 from pagedkv.serve.protocol import CompletionRequest
 from pagedkv.serve.replies import Piece, Shape, reply
 from pagedkv.serve.served import SERVED
+from pagedkv.serve.tenancy import namespace_of
 
 
 class CompletionShape(Shape):
@@ -47,5 +48,5 @@ async def create_completion(http_request: web.Request) -> web.StreamResponse:
     served = http_request.app[SERVED]
     body = await read_request(http_request, CompletionRequest)
     model = served.name_for(body.model)
-    requests = await completion_requests(served, body)
+    requests = await completion_requests(served, body, namespace_of(http_request, body.cache_salt))
     return await reply(http_request, body, model, requests, CompletionShape(body.num_logprobs))

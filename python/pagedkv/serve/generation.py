@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pagedkv.outputs import SampleChange
 from pagedkv.request import Request
+from pagedkv.serve.explain import explanation, name_of
 from pagedkv.serve.metrics import Metrics, Stopwatch
 
 if TYPE_CHECKING:
@@ -25,17 +26,21 @@ Changes = list[tuple[int, list[SampleChange]]]
 class Generation:
     """Runs requests as a context manager: leaving it, for whatever reason, ends what still runs."""
 
-    def __init__(self, engine: "AsyncLLM", metrics: Metrics, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, engine: "AsyncLLM", metrics: Metrics, requests: Sequence[Request], reply_id: str
+    ) -> None:
         self._engine = engine
         self._requests = requests
+        self._reply_id = reply_id
         self._streams: list[Stream] = []
         self._stopwatches = [Stopwatch(metrics, request) for request in requests]
 
     def __enter__(self) -> Self:
         """Submits everything, or nothing. Raises what the engine raises at submit."""
         try:
-            for request in self._requests:
-                self._streams.append(self._engine.submit(request))
+            for index, request in enumerate(self._requests):
+                name = name_of(self._reply_id, index)
+                self._streams.append(self._engine.submit(request, request_id=name))
         except BaseException:
             self._abort()
             raise
@@ -55,6 +60,14 @@ class Generation:
     def num_cached_tokens(self) -> int:
         """Of those, tokens that were found in the cache, as far as that is known."""
         return sum(stream.num_cached_tokens for stream in self._streams)
+
+    async def explanations(self) -> dict[str, Any] | list[dict[str, Any] | None] | None:
+        """Why the prompt was found in the cache as far as it was; a list where there are several."""
+        found = [
+            await explanation(self._engine, request.salt, self._reply_id, index)
+            for index, request in enumerate(self._requests)
+        ]
+        return found[0] if len(found) == 1 else found
 
     def changes(self) -> AsyncGenerator[Changes, None]:
         """Yields news until all prompts are finished. Close it where it is left early.

@@ -44,6 +44,18 @@ _COUNTERS: Final = {
     "engine_steps": ("steps", "Steps of the engine."),
     "scheduled_tokens": ("scheduled_tokens", "Tokens computed in steps."),
 }
+# Of every tenant that was named in the configuration, and of all others together: as many series as there are
+# names, whatever salts and keys clients send. None of the two is ever shown.
+_TENANT_GAUGES: Final = {
+    "tenant_kv_blocks": ("blocks_cached", "Cache blocks with findable contents."),
+}
+_TENANT_COUNTERS: Final = {
+    "tenant_requests": ("requests", "Requests."),
+    "tenant_prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "tenant_prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "tenant_generation_tokens": ("generation_tokens", "Tokens generated."),
+    "tenant_kv_block_evictions": ("evictions", "Idle blocks whose content was given up for a new one."),
+}
 _FINISHES: Final = ("stop", "length", "abort", "error")
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -79,11 +91,16 @@ class Metrics:
         model_name: value of the label `model_name`.
         stats: gives the engine's counters; called at every scrape.
         cache_config: labels of the constant `cache_config_info`.
+
+    Attributes:
+        tenants: what named tenants did and have, by name; set before every exposition.
     """
 
     def __init__(self, model_name: str, stats: Callable[[], Stats], cache_config: Mapping[str, str]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_EngineCollector(model_name, stats, cache_config))
+        self.tenants: Mapping[str, Stats] = {}
+        self._registry.register(_TenantCollector(model_name, lambda: self.tenants))
         self._histograms = {
             name: Histogram(PREFIX + name, text, _LABELS, buckets=buckets, registry=self._registry).labels(
                 model_name, _ENGINE
@@ -213,3 +230,22 @@ class _EngineCollector(Collector):
         gauge = GaugeMetricFamily(PREFIX + name, text, labels=_LABELS)
         gauge.add_metric(self._labels, value)
         return gauge
+
+
+class _TenantCollector(Collector):
+    """The metrics of named tenants; nothing where there are none."""
+
+    def __init__(self, model_name: str, tenants: Callable[[], Mapping[str, Stats]]) -> None:
+        self._labels = [model_name, _ENGINE]
+        self._tenants = tenants
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry at every scrape."""
+        tenants = self._tenants()
+        labels = [*_LABELS, "tenant"]
+        for names, kind in ((_TENANT_GAUGES, GaugeMetricFamily), (_TENANT_COUNTERS, CounterMetricFamily)):
+            for name, (source, text) in names.items() if tenants else ():
+                family = kind(PREFIX + name, text, labels=labels)
+                for tenant, stats in tenants.items():
+                    family.add_metric([*self._labels, tenant], stats[source])
+                yield family

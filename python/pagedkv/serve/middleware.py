@@ -17,6 +17,7 @@ from pagedkv.serve.served import SERVED
 
 logger = logging.getLogger("pagedkv.serve")
 
+API_KEY = web.RequestKey("api_key", str)
 REQUEST_ID = web.RequestKey("request_id", str)
 IGNORED = web.RequestKey("ignored", tuple[str, ...])
 
@@ -72,18 +73,20 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Asks for the key on /v1/* where one is configured; probes and scrapers need none."""
-    key = request.app[SERVED].options.api_key
-    if key is None or not request.path.startswith("/v1/"):
+    """Asks for a key on /v1/* where some are configured; probes and scrapers need none."""
+    keys = request.app[SERVED].options.api_keys
+    if not keys or not request.path.startswith("/v1/"):
         return await handler(request)
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     given = [token.strip()] if scheme.lower() == "bearer" else []
     given += [request.headers[name] for name in ("api-key", "x-api-key") if name in request.headers]
     # compare_digest takes the same time wherever the two differ. Bytes that are no text arrive as surrogates.
-    expected = key.encode()
-    if not any(hmac.compare_digest(one.encode(errors="surrogateescape"), expected) for one in given):
+    sent = [one.encode(errors="surrogateescape") for one in given]
+    found = [key for key in keys for one in sent if hmac.compare_digest(one, key.encode())]
+    if not found:
         message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'."
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    request[API_KEY] = found[0]
     return await handler(request)
 
 

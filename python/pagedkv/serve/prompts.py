@@ -20,9 +20,9 @@ from pagedkv.text.errors import ChatTemplateError
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-async def completion_requests(served: Served, body: CompletionRequest) -> list[Request]:
+async def completion_requests(served: Served, body: CompletionRequest, salt: bytes) -> list[Request]:
     """A request for every prompt, in order. Ids that the caller gives are used as they are, without a BOS."""
-    params, salt = _params(body), _salt(body)
+    params = _params(body)
 
     def prepare(index: int) -> Request:
         with _in_words_of(body, "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"):
@@ -41,7 +41,7 @@ async def completion_requests(served: Served, body: CompletionRequest) -> list[R
     return await _prepared(prepare_all, body, sum(map(len, body.prompt)))
 
 
-async def chat_request(served: Served, body: ChatRequest) -> list[Request]:
+async def chat_request(served: Served, body: ChatRequest, salt: bytes) -> list[Request]:
     """The request for a conversation, alone in a list.
 
     The prompt is what the model's chat template makes of the conversation; it writes the special tokens
@@ -64,7 +64,7 @@ async def chat_request(served: Served, body: ChatRequest) -> list[Request]:
             refuse("messages", f"The messages cannot be rendered: {error}")
         with _in_words_of(body, "messages"):
             request = served.engine.prepare(
-                text, _params(body), salt=_salt(body), priority=body.priority, add_special_tokens=False
+                text, _params(body), salt=salt, priority=body.priority, add_special_tokens=False
             )
             return [request]
 
@@ -94,10 +94,6 @@ def _in_words_of(body: GenerationRequest, prompt_param: str) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         raise from_invalid(error, {"prompt": prompt_param, "max_tokens": body.token_limit_field}) from error
-
-
-def _salt(body: GenerationRequest) -> bytes:
-    return (body.cache_salt or "").encode()
 
 
 def _params(body: GenerationRequest) -> SamplingParams:

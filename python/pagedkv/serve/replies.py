@@ -22,6 +22,9 @@ from pagedkv.serve.sse import DONE, EventStream, event
 
 logger = logging.getLogger("pagedkv.serve")
 
+EXPLANATION = "cache_explanation"
+"""The field that `explain_cache` asks for."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -69,8 +72,10 @@ async def reply(
 ) -> web.StreamResponse:
     """Runs the requests and answers under the name `model`, in the way that the body asks for."""
     served = http_request.app[SERVED]
-    head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-    with Generation(served.engine, served.metrics, requests) as generation:
+    reply_id = f"{shape.id_prefix}-{uuid.uuid4().hex}"
+    head = {"id": reply_id, "created": int(time.time()), "model": model}
+    served.reply_ids.add(requests[0].salt, request_id_of(http_request), reply_id)
+    with Generation(served.engine, served.metrics, requests, reply_id) as generation:
         choices = [_Choice(index) for index in range(body.n * len(requests))]
         if body.stream:
             return await _stream(http_request, body, _Run(generation, choices, shape, head))
@@ -78,7 +83,7 @@ async def reply(
             async for changes in all_changes:
                 for prompt_index, change in _flat(changes):
                     choices[prompt_index * body.n + change.index].add(change)
-    whole = {
+    whole: dict[str, Any] = {
         "id": head["id"],
         "object": shape.object,
         "created": head["created"],
@@ -86,6 +91,8 @@ async def reply(
         "choices": [shape.choice(choice.take()) for choice in choices],
         "usage": _usage(generation, choices),
     }
+    if body.explain_cache:
+        whole[EXPLANATION] = await generation.explanations()
     return web.json_response(whole)
 
 
@@ -216,7 +223,10 @@ async def _send_events(stream: EventStream, body: GenerationRequest, run: _Run) 
                 events += event(chunk)
             if events:
                 await stream.send(events)
-    last = b""
+    last: dict[str, Any] = {}
     if wants_usage:
-        last = event({**chunk_head, "choices": [], "usage": _usage(run.generation, run.choices)})
-    return await stream.close(last + DONE)
+        last["usage"] = _usage(run.generation, run.choices)
+    if body.explain_cache:
+        last[EXPLANATION] = await run.generation.explanations()
+    events = event({**chunk_head, "choices": [], **last}) if last else b""
+    return await stream.close(events + DONE)

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from pagedkv.serve import chat, completions, models, status
+from pagedkv.serve import chat, completions, explain, models, status
 
 
 def routes() -> list[web.RouteDef]:
@@ -10,6 +10,7 @@ def routes() -> list[web.RouteDef]:
     return [
         web.post("/v1/completions", completions.create_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
+        web.get("/v1/cache/explain/{id}", explain.show_explanation),
         web.get("/v1/models", models.list_models),
         web.get("/v1/models/{model:.+}", models.show_model),
         web.get("/health", status.health),

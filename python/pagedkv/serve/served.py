@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from pagedkv.explanation import RequestNames
 from pagedkv.serve.errors import ApiError, shown
 from pagedkv.serve.metrics import Metrics
 
@@ -22,13 +23,15 @@ class ServeOptions:
             empty.
         model_root: where the model came from, as /v1/models says it.
         strict: refuse unknown request fields instead of ignoring them.
-        api_key: the key that /v1/* asks for. None: no key is needed and any is accepted.
+        api_keys: the keys of which /v1/* asks for one. Empty: no key is needed and any is accepted.
+        keys_are_tenants: every key has a namespace of the prefix cache of its own.
     """
 
     model_names: tuple[str, ...]
     model_root: str
     strict: bool = False
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    keys_are_tenants: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Served:
         metrics: what /metrics shows.
         created: when the model was loaded, in seconds since 1970.
         logged_names: ignored request fields that the log has named.
+        reply_ids: the ids of the last replies, by what the header X-Request-Id called their requests.
     """
 
     engine: "AsyncLLM"
@@ -48,6 +52,7 @@ class Served:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     logged_names: set[str] = field(default_factory=set)
+    reply_ids: RequestNames[str] = field(default_factory=RequestNames)
 
     def name_for(self, requested: str | None) -> str:
         """The name under which the request is answered. Raises ApiError 404 for a model that is not here."""

@@ -1,8 +1,11 @@
 """What operators ask for: /health, /metrics and /version. None of them needs a key."""
 
+from contextlib import suppress
+
 from aiohttp import web
 
 import pagedkv
+from pagedkv.errors import EngineDead
 from pagedkv.serve.metrics import CONTENT_TYPE
 from pagedkv.serve.served import SERVED
 
@@ -27,7 +30,12 @@ async def health(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus' text format."""
-    body = request.app[SERVED].metrics.exposition()
+    served = request.app[SERVED]
+    # Those of tenants come from the engine's thread, between two steps.
+    has_tenants = bool(served.engine.config.named_tenants) and served.engine.is_alive
+    with suppress(EngineDead):
+        served.metrics.tenants = await served.engine.tenant_stats() if has_tenants else {}
+    body = served.metrics.exposition()
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -275,6 +275,7 @@ fn without_prefix_caching_nothing_is_found() {
         num_blocks: 4,
         block_size: 2,
         prefix_caching: false,
+        partial_matching: true,
         eviction: Eviction::Turn,
         hash_key: HASH_KEY,
     };

@@ -25,6 +25,7 @@ pub(crate) struct Table {
 pub(crate) struct Model {
     size: usize,
     caching: bool,
+    partial: bool,
     pub(crate) epoch: u64,
     pub(crate) num_evictions: u64,
     /// What came about, and how often: a random run is worth what it reaches.
@@ -47,6 +48,7 @@ impl Model {
         Self {
             size: setup.block_size as usize,
             caching: setup.prefix_caching,
+            partial: setup.partial_matching,
             epoch: 0,
             num_evictions: 0,
             events: BTreeMap::new(),
@@ -91,7 +93,7 @@ impl Model {
 
     fn parent(&self, block: u32) -> Option<u32> {
         let (salt, prefix) = self.published.get(&block)?;
-        self.find(*salt, &prefix[..prefix.len() - self.size])
+        self.find(*salt, &prefix[..(prefix.len() - 1) / self.size * self.size])
     }
 
     /// Published blocks that continue `block`, however far.
@@ -99,6 +101,9 @@ impl Model {
         let Some((salt, prefix)) = self.published.get(&block) else {
             return Vec::new();
         };
+        if !prefix.len().is_multiple_of(self.size) {
+            return Vec::new();
+        }
         let continues =
             |known: &Prefix| known.0 == *salt && known.1.len() > prefix.len() && known.1.starts_with(prefix);
         self.published
@@ -108,9 +113,58 @@ impl Model {
             .collect()
     }
 
-    pub(crate) fn lookup(&self, salt: u8, tokens: &[u32]) -> Vec<u32> {
+    /// The blocks that hold the longest known prefix, and its length.
+    pub(crate) fn lookup(&self, salt: u8, tokens: &[u32]) -> (Vec<u32>, usize) {
         let ends = (1..=tokens.len() / self.size).map(|num_blocks| num_blocks * self.size);
-        ends.map_while(|end| self.find(salt, &tokens[..end])).collect()
+        let mut blocks: Vec<u32> = ends.map_while(|end| self.find(salt, &tokens[..end])).collect();
+        let mut known = blocks.len() * self.size;
+        if self.partial
+            && self.caching
+            && let Some((block, len, num_common)) = self.closest(salt, tokens, known)
+            && (num_common == len
+                || known + num_common + 1 >= tokens.len()
+                || num_common >= 2.max(self.size / 32))
+        {
+            blocks.push(block);
+            known += num_common;
+        }
+        (blocks, known)
+    }
+
+    /// The block behind `start` tokens that has the most in common with what follows there, how many tokens it
+    /// holds, and how many are common; among equals the last one that is not greater, or else the first.
+    fn closest(&self, salt: u8, tokens: &[u32], start: usize) -> Option<(u32, usize, usize)> {
+        let rest = &tokens[start..tokens.len().min(start + self.size)];
+        let mut siblings: Vec<(&[u32], u32)> = Vec::new();
+        for (&block, (of, prefix)) in &self.published {
+            if *of == salt
+                && (start + 1..=start + self.size).contains(&prefix.len())
+                && prefix[..start] == tokens[..start]
+            {
+                siblings.push((&prefix[start..], block));
+            }
+        }
+        let common = |own: &[u32]| own.iter().zip(rest).take_while(|(a, b)| a == b).count();
+        let most = siblings
+            .iter()
+            .map(|(own, _)| common(own))
+            .max()
+            .filter(|&most| most > 0)?;
+        siblings.retain(|(own, _)| common(own) == most);
+        siblings.sort_unstable();
+        let before = siblings.iter().rfind(|(own, _)| *own <= rest);
+        let &(own, block) = before.or(siblings.first())?;
+        Some((block, own.len(), most))
+    }
+
+    /// Whether a block that is not full holds only what a longer one begins with.
+    fn is_extended(&self, block: u32) -> bool {
+        let (salt, own) = &self.published[&block];
+        let end = (own.len() - 1) / self.size * self.size + self.size;
+        let extends = |known: &Prefix| {
+            known.0 == *salt && known.1.len() > own.len() && known.1.len() <= end && known.1.starts_with(own)
+        };
+        self.published.values().any(extends)
     }
 
     fn is_idle(&self, block: u32) -> bool {
@@ -195,6 +249,10 @@ impl Model {
     /// Called after a holder of `block` went.
     fn released(&mut self, block: u32) {
         if self.num_tables(block) == 0 && self.num_leases(block) == 0 {
+            if self.published.contains_key(&block) && self.is_extended(block) {
+                self.count("tail dropped when held no more");
+                self.unpublish(block);
+            }
             if self.published.contains_key(&block) {
                 self.idle.push((block, self.clock));
             } else {
@@ -224,7 +282,16 @@ impl Model {
         num_tokens: usize,
     ) -> Result<Vec<(u32, u32)>, Refused> {
         let (salt, tokens) = prefix;
-        let mut blocks = self.lookup(salt, tokens);
+        let (mut blocks, known) = self.lookup(salt, tokens);
+        if blocks.len() * self.size > known {
+            let last = blocks[blocks.len() - 1];
+            let len = self.published[&last].1.len();
+            self.count(match (len == known, len.is_multiple_of(self.size)) {
+                (true, _) => "found a whole tail",
+                (false, true) => "found the beginning of a block",
+                (false, false) => "found the beginning of a tail",
+            });
+        }
         blocks.truncate(num_computed.div_ceil(self.size));
         let num_idle = blocks.iter().filter(|&&block| self.is_idle(block)).count();
         let growth = num_tokens.div_ceil(self.size) - blocks.len();
@@ -317,12 +384,52 @@ impl Model {
                     self.table(key).blocks[idx] = known;
                     self.released(own);
                 }
-                _ => {
-                    self.published.insert(own, (salt, prefix.to_vec()));
-                }
+                Some(_) => {}
+                None => self.publish_one(own, salt, prefix),
             }
             self.table(key).num_published = idx + 1;
         }
+    }
+
+    /// Makes a block findable. What it begins with needs no idle block of its own.
+    fn publish_one(&mut self, block: u32, salt: u8, prefix: &[u32]) {
+        self.published.insert(block, (salt, prefix.to_vec()));
+        let dropped: Vec<u32> = self
+            .idle
+            .iter()
+            .map(|&(idle, _)| idle)
+            .filter(|&idle| self.is_extended(idle))
+            .collect();
+        for idle in dropped {
+            self.count("tail dropped when idle");
+            self.idle.retain(|&(other, _)| other != idle);
+            self.unpublish(idle);
+            self.free.push(idle);
+        }
+    }
+
+    pub(crate) fn publish_tail(&mut self, key: usize, tokens: &[u32], num_computed: usize) {
+        let table = &self.tables[&key];
+        let num_full = num_computed / self.size;
+        if !self.caching
+            || !self.partial
+            || table.epoch != self.epoch
+            || table.num_published != num_full
+            || num_computed.is_multiple_of(self.size)
+        {
+            return;
+        }
+        let (salt, own) = (table.salt, table.blocks[num_full]);
+        if !self.is_writable(own) {
+            return;
+        }
+        let closest = self.closest(salt, &tokens[..num_computed], num_full * self.size);
+        if closest.is_some_and(|(_, _, num_common)| num_full * self.size + num_common == num_computed) {
+            self.count("tail known already");
+            return;
+        }
+        self.count("tail published");
+        self.publish_one(own, salt, &tokens[..num_computed]);
     }
 
     fn unpublish_sole(&mut self, block: u32) {
@@ -384,6 +491,12 @@ impl Model {
             return;
         }
         if !self.published.contains_key(&block) {
+            self.free.push(block);
+            return;
+        }
+        if self.is_extended(block) {
+            self.count("tail dropped when held no more");
+            self.unpublish(block);
             self.free.push(block);
             return;
         }

@@ -8,6 +8,7 @@ pub(crate) struct Setup {
     pub(crate) num_blocks: u32,
     pub(crate) block_size: u32,
     pub(crate) prefix_caching: bool,
+    pub(crate) partial_matching: bool,
     pub(crate) eviction: Eviction,
     pub(crate) degenerate_hash: bool,
 }
@@ -28,20 +29,23 @@ pub(crate) enum Kind {
     Fork,
     Truncate,
     ReleaseTail,
+    /// Publishes the tail and releases.
+    Finish,
     Release,
     ClearPrefix,
     EndStep,
 }
 
 /// How often each kind comes.
-const WEIGHTS: [(Kind, u32); 9] = [
+const WEIGHTS: [(Kind, u32); 10] = [
     (Kind::Admit, 8),
     (Kind::Extend, 4),
     (Kind::Publish, 6),
     (Kind::Fork, 1),
     (Kind::Truncate, 1),
     (Kind::ReleaseTail, 1),
-    (Kind::Release, 8),
+    (Kind::Finish, 6),
+    (Kind::Release, 4),
     (Kind::ClearPrefix, 1),
     (Kind::EndStep, 5),
 ];

@@ -7,15 +7,24 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 fn setup() -> impl Strategy<Value = Setup> {
-    (1..24_u32, 0..5_u32, 0..8_u32, any::<bool>(), any::<bool>()).prop_map(
-        |(num_blocks, shift, caching, lru, degenerate_hash)| Setup {
-            num_blocks,
-            block_size: 1 << shift,
-            prefix_caching: caching != 0,
-            eviction: if lru { Eviction::Lru } else { Eviction::Turn },
-            degenerate_hash,
-        },
+    (
+        1..24_u32,
+        0..5_u32,
+        0..8_u32,
+        0..4_u32,
+        any::<bool>(),
+        any::<bool>(),
     )
+        .prop_map(
+            |(num_blocks, shift, caching, partial, lru, degenerate_hash)| Setup {
+                num_blocks,
+                block_size: 1 << shift,
+                prefix_caching: caching != 0,
+                partial_matching: partial != 0,
+                eviction: if lru { Eviction::Lru } else { Eviction::Turn },
+                degenerate_hash,
+            },
+        )
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -58,6 +67,7 @@ fn long_runs_agree_with_the_naive_model() {
             num_blocks,
             block_size,
             prefix_caching: true,
+            partial_matching: seed % 5 != 4,
             eviction: if seed % 4 == 2 {
                 Eviction::Lru
             } else {
@@ -84,10 +94,17 @@ fn long_runs_agree_with_the_naive_model() {
         "copied",
         "evicted",
         "evicted out of turn",
+        "found the beginning of a block",
+        "found the beginning of a tail",
+        "found a whole tail",
         "idle before its parent",
         "merged",
         "not merged, because shared",
         "refused",
+        "tail dropped when held no more",
+        "tail dropped when idle",
+        "tail known already",
+        "tail published",
         "took up idle blocks",
         "unpublished",
     ] {

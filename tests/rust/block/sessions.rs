@@ -15,6 +15,7 @@ fn run(eviction: Eviction, degenerate_hash: bool) -> Model {
         num_blocks: 64,
         block_size: BLOCK_SIZE,
         prefix_caching: true,
+        partial_matching: false,
         eviction,
         hash_key: HASH_KEY,
     };
@@ -27,6 +28,7 @@ fn run(eviction: Eviction, degenerate_hash: bool) -> Model {
         num_blocks: config.num_blocks,
         block_size: BLOCK_SIZE,
         prefix_caching: true,
+        partial_matching: false,
         eviction,
         degenerate_hash,
     });

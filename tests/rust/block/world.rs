@@ -54,6 +54,7 @@ impl World {
             num_blocks,
             block_size,
             prefix_caching,
+            partial_matching,
             eviction,
             degenerate_hash,
         } = setup;
@@ -61,6 +62,7 @@ impl World {
             num_blocks,
             block_size,
             prefix_caching,
+            partial_matching,
             eviction,
             hash_key: HASH_KEY,
         };
@@ -84,10 +86,11 @@ impl World {
         self.setup.block_size as usize
     }
 
-    /// Tokens over an alphabet so small that prompts share prefixes: only the ends of a block differ.
+    /// Tokens over an alphabet so small that prompts share prefixes: only the ends of a block differ,
+    /// and its middle.
     fn tokens(&self, positions: std::ops::Range<usize>, mut draw: u64) -> Vec<u32> {
         let mut token = |position: usize| {
-            if ![0, self.size() - 1].contains(&(position % self.size())) {
+            if ![0, self.size() / 2, self.size() - 1].contains(&(position % self.size())) {
                 return 7;
             }
             draw = draw.rotate_right(2);
@@ -128,6 +131,7 @@ impl World {
             }
             (Kind::Extend, Some(key)) => self.extend(key, op),
             (Kind::Publish, Some(key)) => self.publish(key),
+            (Kind::Finish, Some(key)) => self.finish_one(key),
             (Kind::Fork, Some(key)) => self.fork(key),
             (Kind::Truncate | Kind::ReleaseTail, Some(key)) => self.shorten(key, op),
             _ => {}
@@ -160,7 +164,7 @@ impl World {
         self.pool.release_root(root);
 
         self.pool.lookup(root, &tokens, &mut self.hit);
-        let known = self.hit.blocks.len() * self.size();
+        let known = self.hit.num_tokens as usize;
         let num_computed = known.min(len - 1);
         let end = num_computed + 1 + usize::from(op.pick.to_be_bytes()[1]) % (len - num_computed);
         let (pool, hit) = (&mut self.pool, &self.hit);
@@ -308,6 +312,17 @@ impl World {
         }
     }
 
+    /// Ends a sequence that the step in preparation does not compute, and keeps its tail.
+    fn finish_one(&mut self, key: usize) {
+        let sequence = self.sequences.get_mut(&key).expect("a live sequence");
+        let num_computed = sequence.num_computed;
+        let (pool, tokens) = (&mut self.pool, &sequence.tokens);
+        sequence.table.publish_tail(pool, tokens, narrow(num_computed));
+        self.model.publish_tail(key, tokens, num_computed);
+        self.check_state();
+        self.release(key);
+    }
+
     /// Ends a sequence, whatever it is doing. Copies into its blocks are not wanted any more.
     fn release(&mut self, key: usize) {
         let mut sequence = self.sequences.remove(&key).expect("a live sequence");
@@ -412,7 +427,7 @@ impl World {
         let size = self.size();
         assert_eq!(self.pool.num_published(), narrow(self.model.published.len()));
         for (&block, (salt, prefix)) in &self.model.published {
-            let start = prefix.len() - size;
+            let start = (prefix.len() - 1) / size * size;
             assert_eq!(self.pool.published_tokens(BlockId(block)), Some(&prefix[start..]));
             for (offset, position) in (start..prefix.len()).enumerate() {
                 let expected = entry(*salt, self.model.epoch, &prefix[..=position]);
@@ -443,7 +458,8 @@ impl World {
             let mut hit = PrefixHit::default();
             pool.lookup(root, &tokens, &mut hit);
             assert!(pool == before);
-            assert_eq!(ids(&hit.blocks), self.model.lookup(salt, &tokens));
+            let (blocks, num_tokens) = self.model.lookup(salt, &tokens);
+            assert_eq!((ids(&hit.blocks), hit.num_tokens as usize), (blocks, num_tokens));
             let idle = hit
                 .blocks
                 .iter()

@@ -1,0 +1,151 @@
+//! Shares: what the cache keeps for tenants that were named in advance. A share has idle lists of its own, a
+//! floor of blocks and a weight; all tenants that were not named have the first share together.
+//!
+//! The floor is soft. While a tenant has no more published blocks than its floor, its idle blocks are taken
+//! only where no other idle block is left: floors decide who gives, never whether somebody gets.
+
+use crate::ids::BlockId;
+
+use super::turn::NUM_CLASSES;
+
+/// Shares that can be named, at most: every eviction looks at all of them.
+pub const MAX_SHARES: usize = 63;
+
+/// Weights are given in parts of this.
+pub const WEIGHT_ONE: u32 = 1024;
+
+/// What the cache keeps for one tenant.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Share {
+    /// The tenant's salt.
+    pub salt: Vec<u8>,
+    /// Whether all salts that begin with `salt` are the tenant's.
+    pub is_prefix: bool,
+    /// Published blocks up to which its idle ones are evicted last.
+    pub floor: u32,
+    /// How fast its idle blocks age beside those of others, in parts of [`WEIGHT_ONE`].
+    pub weight: u32,
+}
+
+/// How one share stands.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct ShareCounts {
+    /// Blocks that a lookup can find.
+    pub num_published: u32,
+    /// Idle blocks that were taken for something else.
+    pub num_evictions: u64,
+}
+
+/// All shares, and which one every published block counts to.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct Shares {
+    /// The named ones, from index 1.
+    named: Vec<Share>,
+    pub(super) counts: Vec<ShareCounts>,
+    /// Empty where none are named.
+    of_block: Vec<u8>,
+}
+
+impl Shares {
+    pub(super) fn new(named: Vec<Share>, num_blocks: u32) -> Self {
+        assert!(named.len() <= MAX_SHARES, "there are {} shares", named.len());
+        let num_tracked = if named.is_empty() {
+            0
+        } else {
+            num_blocks as usize + 1
+        };
+        Self {
+            counts: vec![ShareCounts::default(); named.len() + 1],
+            of_block: vec![0; num_tracked],
+            named,
+        }
+    }
+
+    /// Named shares and the common one.
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.counts.len()
+    }
+
+    /// The share of a salt: its own if it is named, or else that of a name which it begins with.
+    pub(super) fn of_salt(&self, salt: &[u8]) -> u8 {
+        let exact = |share: &&Share| share.salt == salt;
+        let longer = |share: &&Share| share.is_prefix && salt.starts_with(&share.salt);
+        let found = self.named.iter().find(exact).or(self.named.iter().find(longer));
+        let place = found.and_then(|found| self.named.iter().position(|share| share == found));
+        place.map_or(0, |place| u8::try_from(place + 1).expect("few shares"))
+    }
+
+    #[inline]
+    pub(super) fn of_block(&self, block: BlockId) -> u8 {
+        self.of_block.get(block.index()).copied().unwrap_or(0)
+    }
+
+    /// Index of the idle list of a block of a turn class.
+    #[inline]
+    pub(super) fn list(&self, block: BlockId, class: usize) -> usize {
+        usize::from(self.of_block(block)) * NUM_CLASSES + class
+    }
+
+    /// A block was published.
+    #[inline]
+    pub(super) fn add(&mut self, block: BlockId, share: u8) {
+        if let Some(of_block) = self.of_block.get_mut(block.index()) {
+            *of_block = share;
+            self.counts[usize::from(share)].num_published += 1;
+        }
+    }
+
+    /// A block is not published any more.
+    #[inline]
+    pub(super) fn remove(&mut self, block: BlockId) {
+        if let Some(of_block) = self.of_block.get_mut(block.index()) {
+            let share = std::mem::take(of_block);
+            self.counts[usize::from(share)].num_published -= 1;
+        }
+    }
+
+    /// An age as this share's weight makes it.
+    #[inline]
+    pub(super) fn weighted(&self, share: usize, age: u64) -> u64 {
+        match share.checked_sub(1) {
+            None if self.named.is_empty() => age,
+            None => age.saturating_mul(WEIGHT_ONE.into()),
+            Some(place) => age.saturating_mul(self.named[place].weight.into()),
+        }
+    }
+
+    /// Whether a share with so many published blocks gives before those within their floors do.
+    #[inline]
+    pub(super) fn is_above_floor(&self, share: usize, num_published: u32) -> bool {
+        share
+            .checked_sub(1)
+            .is_none_or(|place| num_published > self.named[place].floor)
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.of_block.fill(0);
+        for counts in &mut self.counts {
+            counts.num_published = 0;
+        }
+    }
+
+    /// Checks the counts against the blocks that are published.
+    pub(super) fn check(&self, published: impl Iterator<Item = BlockId>) -> Result<(), String> {
+        if self.named.is_empty() {
+            return Ok(());
+        }
+        let mut counted = vec![0; self.len()];
+        for block in published {
+            counted[usize::from(self.of_block(block))] += 1;
+        }
+        let reported: Vec<u32> = self.counts.iter().map(|counts| counts.num_published).collect();
+        if counted == reported {
+            Ok(())
+        } else {
+            Err(format!(
+                "published blocks by share are {counted:?}, reported as {reported:?}"
+            ))
+        }
+    }
+}
