@@ -95,6 +95,16 @@ class Core:
         """
     def commit(self, step_id: int, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Takes every row's sampled token, returns every row's state: 0 running, 1 stop, 2 length."""
+    def open_events(self) -> EventReader:
+        """Starts to report what steps bring about, to one reader. Raises RuntimeError if there is one."""
+
+    def has_delivered(self, step_id: int) -> bool:
+        """Whether the reader can take all events of the steps up to `step_id`.
+
+        If not, it is slow and some wait for room. They move on with the next `schedule`, for which the reader
+        ends `Edge.wait` when it has made room.
+        """
+
     def fail_step(self) -> None:
         """Ends every request of the step in flight; `schedule` reports them as ended (reason 4, error)."""
     def snapshot(self) -> dict[str, Any]:
@@ -121,6 +131,13 @@ class Core:
         """
     def reset_prefix_cache(self) -> int:
         """Forgets every published block; running sequences keep theirs. Returns how many were forgotten."""
+
+@final
+class EventReader:
+    """What steps brought about, in the order in which it happened. For one thread at a time."""
+
+    def take(self, step_id: int) -> list[tuple[int, int, int, int, int, int]]:
+        """Takes the events of the steps up to `step_id`: `pagedkv.events.Event`."""
 
 @final
 class Edge:

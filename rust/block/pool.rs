@@ -13,6 +13,7 @@ use super::root::{Namespace, RootId};
 use super::share::{Share, Shares};
 use super::turn::TurnWeights;
 use crate::ids::BlockId;
+use std::collections::BTreeMap;
 
 /// Where a block is in its life; see the diagram of [`super`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,7 +24,7 @@ pub enum BlockState {
     Owned,
     /// Nobody holds it, but a lookup can find it.
     Idle,
-    /// No table holds it, but a copy of the step in flight reads it.
+    /// No table holds it, but a copy reads it: of the step in flight, or of another thread.
     Fenced,
 }
 
@@ -41,6 +42,8 @@ pub struct BlockPool {
     pub(super) index: PrefixIndex,
     /// Blocks that copies of the step in flight read, once for every copy.
     pub(super) leased: Vec<BlockId>,
+    /// Blocks that copies of other threads read, and how many do.
+    pub(super) lent: BTreeMap<BlockId, u32>,
     /// Counts calls of `clear_prefix`.
     pub(super) epoch: u64,
     pub(super) shares: Shares,
@@ -98,6 +101,7 @@ impl BlockPool {
             turns: TurnWeights::new(num_blocks),
             index: PrefixIndex::new(hasher, num_blocks, block_size),
             leased: Vec::new(),
+            lent: BTreeMap::new(),
             epoch: 0,
             shares: Shares::new(shares, num_blocks),
             ghosts: Ghosts::new(num_blocks),
@@ -138,11 +142,15 @@ impl BlockPool {
         self.num_free() + self.num_idle()
     }
 
-    /// Blocks that only copies of the step in flight hold.
+    /// Blocks that only copies hold.
     pub fn num_fenced(&self) -> u32 {
-        let fenced = self.leased.iter().enumerate().filter(|&(at, block)| {
-            self.index.nodes[block.index()].num_tables == 0 && !self.leased[..at].contains(block)
-        });
+        let in_step = self.leased.iter().enumerate();
+        let in_step = in_step
+            .filter(|&(at, block)| !self.leased[..at].contains(block) && !self.lent.contains_key(block))
+            .map(|(_, block)| block);
+        let fenced = in_step
+            .chain(self.lent.keys())
+            .filter(|block| self.index.nodes[block.index()].num_tables == 0);
         count(fenced.count())
     }
 
@@ -185,12 +193,12 @@ impl BlockPool {
         }
     }
 
-    /// Tables that hold the block plus copies of the step in flight that read it.
+    /// Tables that hold the block plus copies that read it.
     pub fn ref_count(&self, block: BlockId) -> u32 {
-        self.index.nodes[block.index()].num_tables + self.num_leases(block)
+        self.index.nodes[block.index()].num_tables + self.num_leases(block) + self.num_lent(block)
     }
 
-    /// Whether a table or a copy of the step in flight holds the block.
+    /// Whether a table or a copy holds the block.
     #[inline]
     pub(super) fn is_held(&self, block: BlockId) -> bool {
         self.index.nodes[block.index()].is_held()
@@ -203,11 +211,12 @@ impl BlockPool {
     }
 
     /// Whether the one table that holds the block may write to it: no other table holds it and nothing can
-    /// find it. Leases do not matter, because the copies of a step run before its writes.
+    /// find it. Leases of the step do not matter, because its copies run before its writes; a copy of another
+    /// thread may run at any time.
     #[inline]
     pub fn is_writable(&self, block: BlockId) -> bool {
         let node = &self.index.nodes[block.index()];
-        node.num_tables == 1 && node.parent == 0
+        node.num_tables == 1 && node.parent == 0 && !(node.is_leased && self.lent.contains_key(&block))
     }
 
     /// What a published block follows.
@@ -436,15 +445,66 @@ impl BlockPool {
         self.leased.push(block);
     }
 
-    /// Drops all leases: the copies of the step have been made.
+    /// Drops the leases of the step: its copies have been made.
     pub fn end_step(&mut self) {
         let mut leased = std::mem::take(&mut self.leased);
         let nodes = &mut self.index.nodes;
-        leased.retain(|block| std::mem::take(&mut nodes[block.index()].is_leased));
+        leased.retain(|block| {
+            let is_lent = self.lent.contains_key(block);
+            std::mem::replace(&mut nodes[block.index()].is_leased, is_lent) && !is_lent
+        });
         for block in leased.drain(..) {
             self.settle(block);
         }
         self.leased = leased;
+    }
+
+    /// Copies of other threads that read a block.
+    pub fn num_lent(&self, block: BlockId) -> u32 {
+        self.lent.get(&block).copied().unwrap_or(0)
+    }
+
+    /// Keeps blocks from being written or reused until [`Self::end_copy`] gets the same ones, because a copy of
+    /// another thread reads them. Idle ones are fenced meanwhile, and come back as the youngest of their class.
+    ///
+    /// # Panics
+    /// If a block is free.
+    pub fn lease_for_copy(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            let node = &mut self.index.nodes[block.index()];
+            let was_held = node.is_held();
+            assert!(
+                was_held || node.parent != 0,
+                "block {} was lent but is free",
+                block.0
+            );
+            node.is_leased = true;
+            if !was_held {
+                self.idle.remove(block);
+            }
+            *self.lent.entry(block).or_default() += 1;
+        }
+    }
+
+    /// Takes blocks back from a copy of another thread.
+    ///
+    /// # Panics
+    /// If no copy reads one of them.
+    pub fn end_copy(&mut self, blocks: &[BlockId]) {
+        let mut returned = Vec::with_capacity(blocks.len());
+        for &block in blocks {
+            let num_lent = self.lent.get_mut(&block);
+            let num_lent = num_lent.unwrap_or_else(|| panic!("block {} came back but was not lent", block.0));
+            *num_lent -= 1;
+            if *num_lent == 0 {
+                self.lent.remove(&block);
+                self.index.nodes[block.index()].is_leased = self.leased.contains(&block);
+                returned.push(block);
+            }
+        }
+        for block in returned {
+            self.settle(block);
+        }
     }
 }
 

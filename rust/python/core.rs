@@ -12,6 +12,7 @@ use crate::ids::{BlockId, RequestId};
 use crate::sched::{Scheduler, StepHeader as Header};
 
 use super::edge::Edge;
+use super::events::EventReader;
 use super::explain;
 
 /// The owner of the cache state. A second caller at the same time gets a `RuntimeError`.
@@ -137,6 +138,17 @@ impl Core {
             .commit(step_id, tokens.as_slice()?, &mut self.states)
             .map_err(to_error)?;
         Ok(PyArray1::from_slice(py, &self.states))
+    }
+
+    fn open_events(&mut self) -> PyResult<EventReader> {
+        let reader = self.scheduler.open_events();
+        reader
+            .map(EventReader)
+            .ok_or_else(|| PyRuntimeError::new_err("the events of this core have a reader"))
+    }
+
+    fn has_delivered(&self, step_id: u64) -> bool {
+        self.scheduler.has_delivered(step_id)
     }
 
     fn fail_step(&mut self) -> PyResult<()> {

@@ -15,8 +15,10 @@
 
 mod admission;
 mod check;
+mod copy_lease;
 mod edge;
 mod ending;
+mod events;
 mod explain;
 mod fairness;
 mod intake;
@@ -30,7 +32,9 @@ mod sequence;
 mod slab;
 mod step;
 
+pub use copy_lease::CopyLease;
 pub use edge::{Edge, Prepared};
+pub use events::{Event, EventReader};
 pub use explain::{Explanation, Verdict};
 pub use observe::{SequenceView, TenantView};
 pub use request::{FinishReason, Request, SamplingParams};

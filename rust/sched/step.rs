@@ -220,6 +220,11 @@ pub(super) struct Writer<'a> {
     shift: u32,
 }
 
+/// Whose a row of `rows` is.
+pub(super) const fn row_request(row: &[i32; ROW_WORDS]) -> RequestId {
+    RequestId::new(row[0].cast_unsigned(), row[1].cast_unsigned())
+}
+
 /// What is left of the arena.
 struct Rest<'a>(&'a mut [i32]);
 
@@ -378,8 +383,12 @@ impl<'a> Writer<'a> {
         self.num_rows += 1;
     }
 
-    /// Writes the copies and the sequences that ended, and checks that every section is full.
-    pub(super) fn finish(self, copies: &[(BlockId, BlockId)], ended: impl ExactSizeIterator<Item = Ended>) {
+    /// Writes the copies and the sequences that ended, and checks that every section is full. Returns `rows`.
+    pub(super) fn finish(
+        self,
+        copies: &[(BlockId, BlockId)],
+        ended: impl ExactSizeIterator<Item = Ended>,
+    ) -> &'a [[i32; ROW_WORDS]] {
         let written = [
             (self.num_tokens, self.token_ids.len()),
             (self.num_sequences, self.seq_lens.len()),
@@ -402,6 +411,7 @@ impl<'a> Writer<'a> {
                 entry.reason as i32,
             ];
         }
+        self.rows
     }
 }
 

@@ -10,8 +10,10 @@
 )]
 
 mod block;
+mod copy_leases;
 mod cpu_kernels;
 mod edge_stress;
+mod events;
 mod explain;
 mod liveness;
 mod scheduler;
