@@ -98,9 +98,9 @@ class Engine:
 class EngineThread:
     """The thread that steps an engine, and what other threads may ask of it.
 
-    `post` gets the report of every step that has events, once all of them can be taken; `died` is called once,
-    with the reason, if the thread ends for any other cause than `stop`. Both are called on the engine's thread
-    and must return at once.
+    `post` gets the report of every step that has events, once all of them can be taken; `died` is called
+    once, with the reason, if the thread ends for any other cause than `stop`. Both are called on the engine's
+    thread and must return at once.
     """
 
     def __init__(

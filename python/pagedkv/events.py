@@ -14,8 +14,8 @@ LENGTH: Final = 2
 ABORT: Final = 3
 ERROR: Final = 4
 
-# What happened to one sample: the core's id of its request, row of the step, sample index, token id, state, and
-# the prompt tokens that were found in the cache. Row and token are -1 where a sequence ended outside a commit.
+# What happened to one sample: the core's id of its request, row of the step, sample index, token id, state,
+# prompt tokens that were found in the cache. Row and token are -1 where a sequence ended outside a commit.
 Event = tuple[int, int, int, int, int, int]
 NO_TOKEN: Final = -1
 

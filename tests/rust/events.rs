@@ -23,6 +23,12 @@ struct Heard {
 }
 
 impl Heard {
+    fn add_all(&mut self, events: &[Event]) {
+        for event in events {
+            self.add(event);
+        }
+    }
+
     fn add(&mut self, event: &Event) {
         assert!(event.step_id >= self.last_step, "{event:?} is late");
         self.last_step = event.step_id;
@@ -87,7 +93,7 @@ fn events_say_what_steps_did() {
                 simulator.cached[&event.request]
             );
         }
-        events.iter().for_each(|event| heard.add(event));
+        heard.add_all(&events);
     }
     assert!(!simulator.scheduler.has_work());
     assert!((1..=4).all(|reason| heard.ended.values().any(|&other| other == reason)));
@@ -153,9 +159,7 @@ fn a_reader_that_sleeps_through_everything_loses_nothing() {
             );
             num_waits += 1;
         }
-        take(&mut reader, step_id)
-            .iter()
-            .for_each(|event| heard.add(event));
+        heard.add_all(&take(&mut reader, step_id));
     }
     assert!(heard.num_events > 10_000 && num_waits > 1);
     assert!(take(&mut reader, u64::MAX).is_empty());
@@ -174,9 +178,7 @@ fn a_slow_reader_in_a_thread_hears_everything_without_further_steps() {
         // Starts late, and dozes off again and again.
         thread::sleep(Duration::from_millis(300));
         for step_id in announced {
-            take(&mut reader, step_id)
-                .iter()
-                .for_each(|event| heard.add(event));
+            heard.add_all(&take(&mut reader, step_id));
             assert_eq!(heard.last_step, step_id, "announced but not there");
             if step_id % 100 == 0 {
                 thread::sleep(Duration::from_millis(3));
