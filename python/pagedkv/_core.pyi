@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 __all__ = [
     "Core",
     "Edge",
+    "EventReader",
     "InvalidRequest",
     "QueueFull",
     "StepHeader",
