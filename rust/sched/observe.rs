@@ -41,6 +41,11 @@ pub struct TenantView {
 }
 
 impl Scheduler {
+    /// Tells the time, from which ages are taken; no schedule depends on it.
+    pub fn set_time(&mut self, now_ms: u64) {
+        self.pool.set_time(now_ms);
+    }
+
     /// All tenants that were not named first, then the named ones in their order.
     pub fn tenants(&self) -> Vec<TenantView> {
         let shares = self.pool.share_counts().iter();

@@ -254,11 +254,6 @@ impl Scheduler {
         self.sequences.len() > 0 || !self.ended.is_empty()
     }
 
-    /// Tells the time, from which ages are taken; no schedule depends on it.
-    pub fn set_time(&mut self, now_ms: u64) {
-        self.pool.set_time(now_ms);
-    }
-
     /// Forgets every published block; running sequences keep theirs. Returns how many were forgotten.
     pub fn reset_prefix_cache(&mut self) -> u32 {
         self.pool.clear_prefix()
