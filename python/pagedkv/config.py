@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Final, TypedDict, get_args
 
 from pagedkv.checks import check_bool, check_int, refusal
@@ -186,6 +187,11 @@ def poison_requested() -> bool:
     if value not in ("", "0", "1"):
         raise _refusal("PAGEDKV_POISON", value, "0 or 1")
     return value == "1"
+
+
+def kernel_cache_dir() -> Path:
+    """Where compiled CUDA kernels are kept: below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv" / "kernels"
 
 
 _HELP: Final = {

@@ -81,7 +81,8 @@ def choose_device(device: str) -> torch.device:
             return torch.device("cuda:0")
         if torch.cuda.is_available():
             logger.warning(
-                "there is a GPU, but this version of pagedkv has no CUDA kernels yet: the CPU computes"
+                "there is a GPU, but no CuPy, which loads the CUDA kernels (pip install pagedkv[cuda13]): "
+                "the CPU computes"
             )
         return torch.device("cpu")
     return torch.device("cuda:0" if device == "cuda" else device)
