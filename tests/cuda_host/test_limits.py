@@ -32,8 +32,9 @@ def test_registers_stay_within_the_limits(compiled):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_shared_memory_fits(arch, head_dim):
-    for shape in (narrow_shape(head_dim), wide_shape(head_dim)):
-        assert shape.shared_bytes(head_dim, 2) <= MAX_SHARED_BYTES[arch]
+    for stored_bytes in (1, 2):
+        for shape in (narrow_shape(head_dim, stored_bytes), wide_shape(head_dim)):
+            assert shape.shared_bytes(head_dim, stored_bytes) <= MAX_SHARED_BYTES[arch]
 
 
 def test_two_blocks_of_a_decode_share_a_multiprocessor(compiled):
@@ -43,7 +44,8 @@ def test_two_blocks_of_a_decode_share_a_multiprocessor(compiled):
         if not kernel.name.startswith("attention") or head_dim == 256 or (arch == "sm_80" and head_dim > 80):
             continue
         stored_bytes = dict(kernel.defines)["PKV_STORED_BYTES"]
-        shape = narrow_shape(head_dim) if dict(kernel.defines)["PKV_ROW_WARPS"] == 1 else wide_shape(head_dim)
+        is_narrow = dict(kernel.defines)["PKV_ROW_WARPS"] == 1
+        shape = narrow_shape(head_dim, stored_bytes) if is_narrow else wide_shape(head_dim)
         shared = 2 * (shape.shared_bytes(head_dim, stored_bytes) + 1024)
         assert shared <= SHARED_OF_A_MULTIPROCESSOR[arch], f"{kernel} for {arch}"
         registers = 2 * shape.num_threads * usage(result.log).registers

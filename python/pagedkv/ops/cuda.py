@@ -230,7 +230,7 @@ class CudaOps:
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim is {head_dim}, allowed: {', '.join(map(str, HEAD_DIMS))}")
         stored_bytes = _stored_bytes(q, key_cache)
-        narrow, wide = narrow_shape(head_dim), wide_shape(head_dim)
+        narrow, wide = narrow_shape(head_dim, stored_bytes), wide_shape(head_dim)
         placed = self._plan(
             batch,
             PlanOptions(

@@ -14,6 +14,8 @@ from pagedkv.ops.nvrtc import Compiled, Nvrtc
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+# Kernels of attention, by the bytes of a cached element.
+ATTENTION_KERNELS = (("attention", 2), ("attention_fp8", 1))
 # Names of element types in the sources.
 ELEMENTS = ("bf16", "half")
 OPTIONS = ("--std=c++17", "--fmad=true", "--ptxas-options=-v")
@@ -129,9 +131,10 @@ class AttentionShape:
         )
 
 
-def narrow_shape(head_dim: int) -> AttentionShape:
+def narrow_shape(head_dim: int, stored_bytes: int) -> AttentionShape:
     """For decodes, 16 rows: four warps share the keys of a tile; as many tiles are in flight as fit."""
-    return AttentionShape(row_warps=1, kv_warps=4, tile=64, stages=3 if head_dim <= 128 else 2)
+    tile = 64 if stored_bytes == 2 or head_dim > 128 else 128
+    return AttentionShape(row_warps=1, kv_warps=4, tile=tile, stages=3 if head_dim <= 128 else 2)
 
 
 def wide_shape(head_dim: int) -> AttentionShape:
@@ -143,8 +146,9 @@ def all_kernels() -> Iterator[Kernel]:
     """Every variant that the backend may use."""
     for element in ELEMENTS:
         for head_dim in HEAD_DIMS:
-            for shape in (narrow_shape(head_dim), wide_shape(head_dim)):
-                yield shape.kernel("attention", element, head_dim, 2)
+            for name, stored_bytes in ATTENTION_KERNELS:
+                for shape in (narrow_shape(head_dim, stored_bytes), wide_shape(head_dim)):
+                    yield shape.kernel(name, element, head_dim, stored_bytes)
         for name in ("merge_parts", "add_rms_norm", "silu_mul"):
             yield row_kernel(name, element)
         for stored_bytes in (2, 1):

@@ -160,7 +160,8 @@ def _prefix_tiles(prefix: SharedPrefix, query_start: Ints, options: PlanOptions)
     """The rows of all sequences with a shared prefix, over its keys."""
     first = int(query_start[prefix.first_sequence]) * options.group_size
     end = int(query_start[prefix.first_sequence + prefix.num_sequences]) * options.group_size
-    is_wide = end - first > 2 * options.narrow_rows
+    # One read of the keys for as many rows as possible: they are most of the work.
+    is_wide = end - first > options.narrow_rows
     tile_rows = options.wide_rows if is_wide else options.narrow_rows
     first_row = np.arange(first, end, tile_rows)
     count = len(first_row)
