@@ -77,17 +77,6 @@ INLINE void multiply_values(Accumulator& acc, const float (&weights)[WARP_TILE /
   }
 }
 
-INLINE void put_results(const Accumulator& acc, const WarpResults& results, int warp) {
-  int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 2 * DIM_STEPS; i++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float* target = results.out + (warp * 16 + lane / 4 + r * 8) * RESULT_ROW + i * 8 + lane % 4 * 2;
-      *reinterpret_cast<float2*>(target) = make_float2(acc.out[i][2 * r], acc.out[i][2 * r + 1]);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) attention(const __grid_constant__ AttentionParams p) {
   WorkItem item = read_item(p.items, blockIdx.x);
   if (item.num_rows == 0) return;
@@ -124,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) attention(const __grid
     const uint8_t* keys = ring + stage * STAGE_BYTES + kv_warp * WARP_TILE * STORED_ROW_BYTES;
     float scores[WARP_TILE / 8][4] = {};
     multiply_keys(scores, query, query_rows, reinterpret_cast<const Element*>(keys));
-    softmax_step(scores, acc, limits, first_kv, item.unmasked_end, p.scale_log2);
+    softmax_step(scores, acc, limits, first_kv, p.scale_log2);
     multiply_values(acc, scores, reinterpret_cast<const Element*>(keys + STAGES * STAGE_BYTES));
     next_stage = stage;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -133,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) attention(const __grid
   copy_async_wait<0>();
   __syncthreads();
   WarpResults results;
-  put_results(acc, results, warp);
+  results.put_rows(acc, warp);
   results.put_sums(acc, warp);
   __syncthreads();
   write_rows(p, item, results, kv_head);

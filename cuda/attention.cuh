@@ -83,16 +83,16 @@ INLINE int64_t row_offset(int row, int group_size, int kv_head, int64_t token_st
 struct TileLoader {
   static constexpr int ROWS_PER_PASS = NUM_THREADS / STORED_CHUNKS;
 
-  const uint8_t *keys, *values;  // this head, this thread's column
+  const uint8_t *keys, *values;  // of this head
   const int* table;
   int64_t block_bytes;
   uint32_t slot_bytes, block_size_log2;
-  int row, column, kv_end;
+  int row, chunk, kv_end;
 
   __device__ __forceinline__ TileLoader(const AttentionParams& p, const WorkItem& item, int kv_head) {
     row = threadIdx.x / STORED_CHUNKS;
-    column = threadIdx.x % STORED_CHUNKS * 16;
-    int64_t start = kv_head * p.head_stride * STORED_BYTES + column;
+    chunk = threadIdx.x % STORED_CHUNKS;
+    int64_t start = kv_head * p.head_stride * STORED_BYTES;
     keys = static_cast<const uint8_t*>(p.key_cache) + start;
     values = static_cast<const uint8_t*>(p.value_cache) + start;
     table = p.block_ids + p.table_start[item.sequence];
@@ -105,7 +105,7 @@ struct TileLoader {
   // Rows from kv_end on become zero: a slot that nobody has written may hold NaN, and 0 * NaN is NaN.
   __device__ __forceinline__ void load(int first_kv, uint8_t* key_stage) const {
     if (row >= ROWS_PER_PASS) return;
-    uint8_t* key_row = key_stage + row * STORED_ROW_BYTES + column;
+    uint8_t* key_row = key_stage + row * STORED_ROW_BYTES + chunk * 16;
     uint8_t* value_row = key_row + STAGES * STAGE_BYTES;
     uint32_t slot_mask = (1u << block_size_log2) - 1;
 #pragma unroll
@@ -115,6 +115,7 @@ struct TileLoader {
       bool valid = kv < kv_end;
       if (!valid) kv = 0;
       int64_t offset = table[kv >> block_size_log2] * block_bytes + (kv & slot_mask) * slot_bytes;
+      offset += place_of_chunk(chunk, kv) * 16;
       copy_async(key_row + r * STORED_ROW_BYTES, keys + offset, valid);
       copy_async(value_row + r * STORED_ROW_BYTES, values + offset, valid);
     }
@@ -138,27 +139,30 @@ struct Accumulator {
   }
 };
 
-// The last key that each of a lane's two rows sees; -1 for rows beyond the item.
+// What the item's rows see of its keys.
 struct RowLimits {
-  int last_kv[2];
+  int last_kv[2];    // the last key for each of a lane's two rows; -1 for rows beyond the item
+  int unmasked_end;  // keys before this are seen by every row
 
   __device__ __forceinline__ RowLimits(const AttentionParams& p, const WorkItem& item, int row_warp) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       int row = row_warp * 16 + threadIdx.x % 32 / 4 + r * 8;
-      last_kv[r] = row < item.num_rows ? p.positions[(item.first_row + row) / p.group_size] : -1;
+      // A row may see keys beyond the item's; those belong to another item.
+      int position = row < item.num_rows ? p.positions[(item.first_row + row) / p.group_size] : -1;
+      last_kv[r] = min(position, item.kv_end - 1);
     }
+    unmasked_end = min(item.unmasked_end, item.kv_end);
   }
 };
 
 // Turns scores into weights 2^(score - max), after bringing what was summed so far to the new maximum (Milakov and
-// Gimelshein, "Online normalizer calculation for softmax", 2018). `first_kv` is the key of the first score; keys from
-// `unmasked_end` on are compared with the rows' limits.
+// Gimelshein, "Online normalizer calculation for softmax", 2018). `first_kv` is the key of the first score.
 template <int FRAGMENTS>
 INLINE void softmax_step(float (&scores)[FRAGMENTS][4], Accumulator& acc, const RowLimits& limits, int first_kv,
-                         int unmasked_end, float scale_log2) {
+                         float scale_log2) {
   int lane_kv = first_kv + threadIdx.x % 4 * 2;
-  bool masked = first_kv + FRAGMENTS * 8 > unmasked_end;
+  bool masked = first_kv + FRAGMENTS * 8 > limits.unmasked_end;
   float max[2] = {acc.max[0], acc.max[1]};
 #pragma unroll
   for (int i = 0; i < FRAGMENTS; i++)
@@ -205,7 +209,19 @@ struct WarpResults {
     sum = max + NUM_WARPS * 16;
   }
 
-  // The maximum and sum of the calling lane's two rows; the kernel itself puts `out` in place.
+  // A lane's part of its two rows, where fragment i of the accumulator has dimensions 8 * i and the next seven.
+  __device__ __forceinline__ void put_rows(const Accumulator& acc, int warp) const {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2 * DIM_STEPS; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float* target = out + (warp * 16 + lane / 4 + r * 8) * RESULT_ROW + i * 8 + lane % 4 * 2;
+        *reinterpret_cast<float2*>(target) = make_float2(acc.out[i][2 * r], acc.out[i][2 * r + 1]);
+      }
+  }
+
+  // The maximum and sum of a lane's two rows.
   __device__ __forceinline__ void put_sums(const Accumulator& acc, int warp) const {
     int lane = threadIdx.x % 32;
 #pragma unroll

@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) attention_fp8(const __
     const uint8_t* keys = ring + stage * STAGE_BYTES + kv_warp * WARP_TILE * STORED_ROW_BYTES;
     float scores[WARP_TILE / 8][4] = {};
     multiply_keys(scores, query, keys);
-    softmax_step(scores, acc, limits, first_kv, item.unmasked_end, p.scale_log2);
+    softmax_step(scores, acc, limits, first_kv, p.scale_log2);
     multiply_values(acc, scores, keys + STAGES * STAGE_BYTES);
     next_stage = stage;
     stage = stage + 1 == STAGES ? 0 : stage + 1;

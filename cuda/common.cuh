@@ -41,6 +41,13 @@ INLINE int64_t cache_offset(const Params& p, int block_id, int slot_in_block, in
   return block_id * p.block_stride + head * p.head_stride + slot_in_block * p.slot_stride;
 }
 
+// Where a 16-byte chunk of a slot's row lies within the row. A swizzled cache has the chunks of eight neighbouring slots
+// in different places: whole blocks, copied to shared memory as they are, are then read without bank conflicts.
+#ifndef PKV_SWIZZLED
+#define PKV_SWIZZLED 0
+#endif
+INLINE int place_of_chunk(int chunk, int slot) { return PKV_SWIZZLED ? chunk ^ (slot & 7) : chunk; }
+
 INLINE float warp_sum(float value) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(ALL_LANES, value, distance);

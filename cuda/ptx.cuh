@@ -145,3 +145,47 @@ template <int PENDING>
 INLINE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+
+// ---- copies of many bytes by one thread, and barriers that count the bytes which arrived (sm_90 and newer)
+
+#if __CUDA_ARCH__ >= 900
+INLINE void mbarrier_init(uint64_t* barrier, int num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the unit that copies.
+INLINE void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+INLINE void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and lets the phase end only when so many more bytes have been copied.
+INLINE void mbarrier_arrive_and_expect(uint64_t* barrier, int num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
+               : "memory");
+}
+
+// Waits until the phase of this parity has ended.
+INLINE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t ended;
+  do {
+    asm volatile(
+        "{ .reg .pred ended; mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2; selp.u32 %0, 1, 0, ended; }"
+        : "=r"(ended)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!ended);
+}
+
+INLINE void copy_bulk(void* shared, const void* global, int num_bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(num_bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif

@@ -32,6 +32,11 @@ struct RopeCacheParams {
   int block_size_log2;
 };
 
+INLINE int place_of_dim(int dim, int slot) {
+  constexpr int CHUNK = 16 / PKV_STORED_BYTES;
+  return place_of_chunk(dim / CHUNK, slot) * CHUNK + dim % CHUNK;
+}
+
 INLINE void store_pair(void* cache, int64_t offset, float2 pair, float factor) {
 #if PKV_STORED_BYTES == 1
   *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(cache) + offset) = to_e4m3(pair.x * factor, pair.y * factor);
@@ -79,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(128) rope_cache(const __grid_consta
       } else {
         void* cache = is_value ? p.value_cache : p.key_cache;
         float factor = is_value ? p.value_factor : p.key_factor;
-        store_pair(cache, cached + dim, x, factor);
-        store_pair(cache, cached + half_dim + dim, y, factor);
+        store_pair(cache, cached + place_of_dim(dim, slot), x, factor);
+        store_pair(cache, cached + place_of_dim(half_dim + dim, slot), y, factor);
       }
     }
   }

@@ -197,7 +197,7 @@ def kernel_cache_dir() -> Path:
 _HELP: Final = {
     "model": "directory with safetensors, .gguf file or hub id (default: the demo model)",
     "dtype": "type of weights and cache (default: the checkpoint's own)",
-    "device": "auto, cpu, cuda or cuda:<number> (default: the first GPU if there are kernels, else the CPU)",
+    "device": "auto, cpu, cuda or cuda:<number> (default: the first GPU if CuPy is installed, else the CPU)",
     "block_size": "tokens per cache block, a power of two in 1..256 (default: 16)",
     "max_model_len": "tokens of prompt and answer together (default: as many as model and pool can do)",
     "max_num_seqs": "sequences that run at a time (default: 256)",

@@ -18,6 +18,7 @@ from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
 from pagedkv.ops import choose, has_cuda_kernels
+from pagedkv.ops.cuda import CudaOps
 from pagedkv.plan import (
     PoolPlan,
     block_bytes,
@@ -57,6 +58,8 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
     tokenizer = Tokenizer.load(source)
     model_config = loaded.config
+    if isinstance(ops, CudaOps):
+        ops.prepare(loaded.dtype, model_config.head_dim)
     plan = plan_memory(config, loaded, device)
     kv_cache = _allocate(config, loaded, plan, device)
     core = _core.Core(

@@ -12,10 +12,11 @@ macro_rules! sources {
 }
 
 /// Text by file name; the kernels and the headers they include.
-const SOURCES: [(&str, &str); 12] = sources![
+const SOURCES: [(&str, &str); 13] = sources![
     "add_rms_norm.cu",
     "attention.cu",
     "attention.cuh",
+    "attention_bulk.cu",
     "attention_fp8.cu",
     "common.cuh",
     "copy_blocks.cu",

@@ -7,7 +7,7 @@ built from, under target/.
 import ctypes
 import hashlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,10 @@ class HostDevice:
 
     Attributes:
         capacity: thread blocks that run at once, as the planner is told.
+        sanitize: whether kernels are built with the address sanitizer, which must have been loaded first.
     """
+
+    sanitize = False
 
     def __init__(
         self,
@@ -94,14 +97,13 @@ class HostDevice:
         *,
         sources: Mapping[str, str] | None = None,
         seed: int = 0,
-        sanitize: bool = False,
         capacity: int = 16,
     ) -> None:
         self.arch = arch
         self.sources = dict(sources if sources is not None else checkout_sources())
         self.seed = seed
         self.capacity = capacity
-        self._flags = (*CXX_FLAGS, *(SANITIZE if sanitize else ()))
+        self._flags = (*CXX_FLAGS, *(SANITIZE if self.sanitize else ()))
         self._loaded: dict[Kernel, HostKernel] = {}
 
     def load(self, kernel: Kernel) -> HostKernel:
@@ -117,6 +119,11 @@ class HostDevice:
                 seed=self.seed,
             )
         return self._loaded[kernel]
+
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Loads several kernels."""
+        for kernel in kernels:
+            self.load(kernel)
 
     def counters(self, name: str) -> dict[str, int]:
         """The counters of all variants of a kernel, summed."""

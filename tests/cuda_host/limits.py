@@ -35,7 +35,7 @@ def usage(log: str) -> Usage:
 def compile_all() -> dict[tuple[Kernel, str], nvrtc.Compiled]:
     """Compiles every kernel for every architecture; the compiler runs in two threads."""
     compiler, sources = nvrtc.load(), checkout_sources()
-    variants = [(kernel, arch) for kernel in all_kernels() for arch in ARCHS]
+    variants = [(kernel, arch) for kernel in all_kernels() for arch in ARCHS if kernel.runs_on(arch)]
     with ThreadPoolExecutor(max_workers=2) as threads:
         results = threads.map(lambda variant: variant[0].compile(compiler, sources, variant[1]), variants)
         return dict(zip(variants, results, strict=True))
@@ -48,7 +48,8 @@ def read() -> tuple[tuple[int, int], dict[tuple[str, str], int]]:
     limits = {}
     for line in lines:
         name, *registers = line.split()
-        limits |= {(name, arch): int(count) for arch, count in zip(ARCHS, registers, strict=True)}
+        counts = zip(ARCHS, registers, strict=True)
+        limits |= {(name, arch): int(count) for arch, count in counts if count != "-"}
     return (int(version[1]), int(version[2])), limits
 
 
@@ -57,7 +58,8 @@ def write() -> None:
     compiled = compile_all()
     lines = [HEADER.format(*nvrtc.load().version)]
     for kernel in all_kernels():
-        counts = (str(usage(compiled[kernel, arch].log).registers) for arch in ARCHS)
+        results = [compiled.get((kernel, arch)) for arch in ARCHS]
+        counts = [str(usage(result.log).registers) if result else "-" for result in results]
         lines.append(f"{kernel} {' '.join(counts)}")
     PATH.write_text("\n".join(lines) + "\n")
 

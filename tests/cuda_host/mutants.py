@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from host_device import HostDevice, checkout_sources
-from paged_steps import exact_attention, make_step, relative_error
+from paged_steps import exact_attention, make_step, relative_error, swizzle
 from pagedkv.ops import reference
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.ops.nvrtc import CompileError
@@ -46,8 +46,28 @@ def attention(sources: dict[str, str], *, fp8: bool = False) -> None:
         expect(device.counters(name)["bank_conflicts"] == 0)
 
 
+def shared_prefix(sources: dict[str, str]) -> None:
+    """Shared keys that end within a tile."""
+    step = make_step([(1, 272 + own) for own in (3, 40, 17, 90)], num_shared=272)
+    ops = CudaOps(HostDevice(sources=sources))
+    given = ops.paged_attention(step.q, step.key_cache, step.value_cache, step.batch, step.scale)
+    expect(relative_error(given, exact_attention(step)) < 4e-3)
+
+
 def attention_fp8(sources: dict[str, str]) -> None:
     attention(sources, fp8=True)
+
+
+def attention_bulk(sources: dict[str, str]) -> None:
+    """Decodes, in three orders of execution and of the copies' arrival."""
+    for seed in SEEDS:
+        device = HostDevice(sources=sources, seed=seed)
+        step = make_step([(1, 1), (1, 37), (1, 1100)])
+        caches = (swizzle(step.key_cache), swizzle(step.value_cache))
+        ops = CudaOps(device, swizzled=True)
+        given = ops.paged_attention(step.q, *caches, step.batch, step.scale)
+        expect(relative_error(given, exact_attention(step)) < 4e-3)
+        expect(device.counters("attention_bulk")["bank_conflicts"] == 0)
 
 
 def rope_cache(sources: dict[str, str]) -> None:
@@ -221,6 +241,59 @@ MUTANTS = [
         "query as it is", "attention_fp8.cu", "fragment[1] = lower.x", "fragment[1] = upper.y", attention_fp8
     ),
     Mutant("no scale of values", "attention.cuh", "p.out_scale / sum", "1.0f / sum", attention_fp8),
+    Mutant(
+        "keys not waited for",
+        "attention_bulk.cu",
+        "    mbarrier_wait(pipeline.full + stage, parity);\n",
+        "",
+        attention_bulk,
+        True,
+    ),
+    Mutant(
+        "the wrong parity",
+        "attention_bulk.cu",
+        "uint32_t parity = 0;",
+        "uint32_t parity = 1;",
+        attention_bulk,
+    ),
+    Mutant(
+        "stages never given back",
+        "attention_bulk.cu",
+        "if (lane == 0) mbarrier_arrive(pipeline.empty + stage);",
+        "",
+        attention_bulk,
+    ),
+    Mutant(
+        "stages not waited for",
+        "attention_bulk.cu",
+        "    mbarrier_wait(pipeline.empty + stage, parity);\n",
+        "",
+        attention_bulk,
+    ),
+    Mutant(
+        "half of the bytes",
+        "attention_bulk.cu",
+        "2 * num_tokens * HEAD_DIM * 2",
+        "num_tokens * HEAD_DIM * 2",
+        attention_bulk,
+    ),
+    Mutant(
+        "values in order",
+        "attention_bulk.cu",
+        "chunk_at(values, i * 16 + lane % 16, step * 2 + lane / 16)",
+        "values + (i * 16 + lane % 16) * HEAD_DIM + (step * 2 + lane / 16) * 8",
+        attention_bulk,
+    ),
+    Mutant(
+        "NaN behind the end",
+        "attention_bulk.cu",
+        "if (first_kv + WARP_TILE > item.kv_end) clear",
+        "if (false) clear",
+        attention_bulk,
+    ),
+    Mutant(
+        "keys of another item", "attention.cuh", "min(position, item.kv_end - 1)", "position", shared_prefix
+    ),
     Mutant("a wrong bias", "fp8.cuh", "0x5c005c00", "0x58005800", attention_fp8),
     Mutant("rounded down", "fp8.cuh", "bits += 0x7ffff + (bits >> 20 & 1);", "", rope_cache),
     Mutant(
@@ -235,8 +308,8 @@ MUTANTS = [
     Mutant(
         "the wrong half",
         "rope_cache.cu",
-        "cached + half_dim + dim, y",
-        "cached + half_dim + dim, x",
+        "half_dim + dim, slot), y",
+        "half_dim + dim, slot), x",
         rope_cache,
     ),
     Mutant(

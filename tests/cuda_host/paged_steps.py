@@ -126,3 +126,11 @@ def exact_attention(step: PagedStep) -> Tensor:
 
 def relative_error(given: Tensor, expected: Tensor) -> float:
     return float((given.double() - expected).norm() / expected.norm())
+
+
+def swizzle(cache: Tensor) -> Tensor:
+    """A cache with chunk c of 16 bytes of slot s at place c ^ (s & 7)."""
+    chunks = cache.unflatten(3, (-1, 8))
+    slots = torch.arange(cache.shape[2])[:, None]
+    order = torch.arange(chunks.shape[3]) ^ (slots & 7)
+    return chunks.take_along_dim(order[None, None, :, :, None], 3).flatten(3)

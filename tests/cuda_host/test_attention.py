@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from host_device import HostDevice
-from paged_steps import exact_attention, make_step, relative_error
+from paged_steps import exact_attention, make_step, relative_error, swizzle
 from pagedkv.ops.cuda import CudaOps
 
 # Weights are rounded to 16 bits before they meet the values, and so are results.
@@ -64,7 +64,27 @@ def test_fp8_equals_float64(arch, lengths, shape):
     assert device.counters("attention_fp8")["bank_conflicts"] == 0
 
 
-@pytest.mark.parametrize("num_shared", [256, 512])
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        (LONG, {"head_dim": 128, "dtype": BF16, "block_size": 16}),
+        (DECODES, {"head_dim": 64, "dtype": HALF, "block_size": 8, "heads": (7, 1)}),
+        ([(1, 300), (20, 90), (1, 64)], {"head_dim": 256, "dtype": BF16, "block_size": 256}),
+        ([(1, 272 + own) for own in (3, 40, 17, 90)], {"head_dim": 64, "num_shared": 272, "dtype": BF16}),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 3, 8])
+def test_bulk_copies_equal_float64(lengths, shape, seed):
+    step = make_step(lengths, **shape)
+    device = HostDevice(seed=seed)
+    ops = CudaOps(device, swizzled=True)
+    caches = (swizzle(step.key_cache), swizzle(step.value_cache))
+    given = ops.paged_attention(step.q, *caches, step.batch, step.scale)
+    assert relative_error(given, exact_attention(step)) < TOLERANCE[shape["dtype"]]
+    assert device.counters("attention_bulk")["bank_conflicts"] == 0
+
+
+@pytest.mark.parametrize("num_shared", [256, 272, 512])
 def test_a_shared_prefix_is_read_once(num_shared):
     step = make_step([(1, num_shared + own) for own in (3, 40, 17, 90, 1)], num_shared=num_shared)
     device = HostDevice()
@@ -73,7 +93,7 @@ def test_a_shared_prefix_is_read_once(num_shared):
     keys_read = num_shared + separate - num_shared * len(step.keys)
     row_bytes = step.q[0, 0].numel() * 2
     # A query is read for its own keys, and for each part of the shared ones.
-    query_rows = step.q.shape[0] * step.q.shape[1] * (1 + num_shared // 256)
+    query_rows = step.q.shape[0] * step.q.shape[1] * (1 + -(-num_shared // 256))
     # Keys and values of two heads.
     assert device.counters("attention")["async_bytes"] == (2 * 2 * keys_read + query_rows) * row_bytes
 
@@ -103,6 +123,14 @@ def test_padding_of_the_work_list_does_nothing():
     ops._placed = replace(placed, plan=plan, items=padded)
     given = ops.paged_attention(step.q, step.key_cache, step.value_cache, step.batch, step.scale)
     assert torch.equal(given, expected)
+
+
+def test_a_model_that_the_kernels_cannot_compute_is_refused():
+    ops = CudaOps(HostDevice())
+    with pytest.raises(ValueError, match=r"dtype is torch.float32, allowed on a GPU"):
+        ops.prepare(torch.float32, 64)
+    with pytest.raises(ValueError, match="head_dim of the model is 48, allowed on a GPU"):
+        ops.prepare(BF16, 48)
 
 
 def test_what_the_kernels_cannot_do_is_refused():

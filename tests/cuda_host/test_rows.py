@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from host_device import HostDevice
-from paged_steps import FP8, relative_error
+from paged_steps import FP8, relative_error, swizzle
 from pagedkv.ops import reference
 from pagedkv.ops.cuda import CudaOps
 
@@ -103,3 +103,16 @@ def test_copy_blocks():
     reference.copy_blocks(expected, copies)
     for given, wanted in zip(layers, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+def test_a_swizzled_cache_is_the_plain_one_in_another_order():
+    device = HostDevice()
+    k, v = torch.randn(8, 2, 128).half(), torch.randn(8, 2, 128).half()
+    caches = [[torch.zeros(3, 2, 16, 128).half() for _ in range(2)] for _ in range(2)]
+    slots = torch.tensor([16, 17, 21, 30, 31, 40, 3, 4], dtype=torch.int32)
+    angles, positions = torch.rand(9, 64).repeat(1, 2), torch.arange(8, dtype=torch.int32)
+    for swizzled, pair in zip((False, True), caches, strict=True):
+        ops = CudaOps(device, swizzled=swizzled)
+        ops.rope_cache(k, k, v, angles.cos(), angles.sin(), positions, *pair, slots)
+    for plain, other in zip(*caches, strict=True):
+        assert torch.equal(swizzle(plain), other)

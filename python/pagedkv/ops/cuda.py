@@ -6,7 +6,7 @@ GPU, and the tests execute the same kernels on the CPU.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops.cuda_kernels import (
     BLOCK_SIZES,
+    BULK_HEAD_DIMS,
     COPY_BLOCKS,
     HEAD_DIMS,
     SAMPLE,
@@ -24,6 +25,7 @@ from pagedkv.ops.cuda_kernels import (
     SAMPLE_THREADS,
     Kernel,
     ParamLayout,
+    model_kernels,
     narrow_shape,
     norm_shared_bytes,
     rope_cache_kernel,
@@ -68,6 +70,9 @@ class Device(Protocol):
     def load(self, kernel: Kernel) -> LoadedKernel:
         """Compiles and loads a kernel, or finds the one that was."""
 
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Loads several before they are needed."""
+
 
 @dataclass(frozen=True)
 class _PlacedPlan:
@@ -90,18 +95,41 @@ class CudaOps:
 
     name = "cuda"
 
-    def __init__(self, device: Device, *, key_scale: float = 1.0, value_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        swizzled: bool = False,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None:
         """Makes the operations on a device.
 
         Args:
             device: Where they run.
+            swizzled: Keep the cache's chunks in the order in which bulk copies bring them to the tensor cores
+                without bank conflicts (`cuda/attention_bulk.cu`). It wants sm_90 or newer, 16-bit elements
+                and a head size that is a multiple of 64. No other backend can read such a cache.
             key_scale: What an element 1 of an fp8 key cache stands for.
             value_scale: The same for values.
         """
         self._device = device
+        self._swizzled = swizzled
         self._scales = (key_scale, value_scale)
         self._layouts: dict[str, ParamLayout] = {}
         self._placed: _PlacedPlan | None = None
+
+    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Compiles and loads what a model needs, so that no step has to wait for it.
+
+        Raises ValueError for a model that the kernels cannot compute.
+        """
+        if dtype not in _ELEMENTS:
+            allowed = ", ".join(str(dtype) for dtype in _ELEMENTS)
+            raise ValueError(f"dtype is {dtype}, allowed on a GPU: {allowed}")
+        if head_dim not in (BULK_HEAD_DIMS if self._swizzled else HEAD_DIMS):
+            raise ValueError(f"head_dim of the model is {head_dim}, allowed on a GPU: {HEAD_DIMS}")
+        self._device.prepare(model_kernels(_ELEMENTS[dtype], head_dim, swizzled=self._swizzled))
 
     # ---- rows
 
@@ -175,7 +203,9 @@ class CudaOps:
         """See `pagedkv.ops.Ops.rope_cache`. A slot of -1 writes nothing."""
         num_tokens, num_heads, head_dim = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        kernel = rope_cache_kernel(_element("q", q), _stored_bytes(q, key_cache))
+        kernel = rope_cache_kernel(
+            _element("q", q), self._stored_bytes(q, key_cache), swizzled=self._swizzled
+        )
         for label, tensor in (("q", q), ("k", k), ("v", v)):
             _check_heads(label, tensor, head_dim)
         self._launch(
@@ -229,7 +259,7 @@ class CudaOps:
         _check_heads("q", q, head_dim)
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim is {head_dim}, allowed: {', '.join(map(str, HEAD_DIMS))}")
-        stored_bytes = _stored_bytes(q, key_cache)
+        stored_bytes = self._stored_bytes(q, key_cache)
         narrow, wide = narrow_shape(head_dim, stored_bytes), wide_shape(head_dim)
         placed = self._plan(
             batch,
@@ -262,18 +292,20 @@ class CudaOps:
             "group_size": num_heads // num_kv_heads,
             **_cache_params(key_cache, value_cache),
         }
-        name = "attention_fp8" if stored_bytes == 1 else "attention"
+        element = _element("q", q)
         num_wide, num_items = placed.plan.num_wide, len(placed.plan.items)
         for shape, begin, end in ((wide, 0, num_wide), (narrow, num_wide, num_items)):
-            if begin < end:
-                self._launch(
-                    shape.kernel(name, _element("q", q), head_dim, stored_bytes),
-                    (end - begin, num_kv_heads),
-                    shape.num_threads,
-                    shape.shared_bytes(head_dim, stored_bytes),
-                    items=placed.items[begin:].data_ptr(),
-                    **params,
-                )
+            grid = (end - begin, num_kv_heads)
+            items = placed.items[begin:].data_ptr()
+            if self._swizzled and shape is narrow:
+                kernel = shape.kernel("attention_bulk", element, head_dim, 2, swizzled=True)
+                num_threads = shape.num_threads + 32  # One warp asks for the copies.
+                shared_bytes = shape.bulk_shared_bytes(head_dim)
+            else:
+                name = "attention_fp8" if stored_bytes == 1 else "attention"
+                kernel = shape.kernel(name, element, head_dim, stored_bytes, swizzled=self._swizzled)
+                num_threads, shared_bytes = shape.num_threads, shape.shared_bytes(head_dim, stored_bytes)
+            self._launch(kernel, grid, num_threads, shared_bytes, items=items, **params)
         if parts:
             self._launch(
                 row_kernel("merge_parts", _element("q", q)),
@@ -291,6 +323,19 @@ class CudaOps:
                 head_dim=head_dim,
             )
         return out
+
+    def _stored_bytes(self, q: Tensor, cache: Tensor) -> int:
+        """Bytes of a cached element. A cache holds the type of the queries, or fp8."""
+        if self._swizzled:
+            if cache.dtype != q.dtype or cache.shape[3] not in BULK_HEAD_DIMS:
+                given = f"{cache.dtype} with heads of {cache.shape[3]}"
+                allowed = f"{q.dtype} with heads of {', '.join(map(str, BULK_HEAD_DIMS))}"
+                raise ValueError(f"a swizzled cache holds {given}, allowed: {allowed}")
+            if cache.stride(2) != cache.shape[3]:
+                raise ValueError(f"slots of a swizzled cache are {cache.stride(2)} apart, allowed: no gaps")
+        if cache.dtype not in (q.dtype, _FP8):
+            raise ValueError(f"dtype of the cache is {cache.dtype}, allowed: {q.dtype}, {_FP8}")
+        return cache.element_size()
 
     def _plan(self, batch: StepBatch, options: PlanOptions) -> _PlacedPlan:
         """The plan of this step: made for its first layer, kept for the others."""
@@ -363,13 +408,6 @@ def _element(label: str, tensor: Tensor) -> str:
         allowed = ", ".join(str(dtype) for dtype in _ELEMENTS)
         raise ValueError(f"dtype of {label} is {tensor.dtype}, allowed: {allowed}")
     return element
-
-
-def _stored_bytes(q: Tensor, cache: Tensor) -> int:
-    """Bytes of a cached element. A cache holds the type of the queries, or fp8."""
-    if cache.dtype not in (q.dtype, _FP8):
-        raise ValueError(f"dtype of the cache is {cache.dtype}, allowed: {q.dtype}, {_FP8}")
-    return cache.element_size()
 
 
 def _row_size(label: str, tensor: Tensor) -> int:

@@ -131,7 +131,7 @@ class KernelCache:
         path = self.path(kernel)
         try:
             return path.read_bytes()
-        except FileNotFoundError:
+        except OSError:  # It is not there, or the directory cannot be read: see below.
             cubin = kernel.compile(nvrtc.load(), self._sources, self._arch).cubin
         try:
             self._write(path, cubin)

@@ -14,8 +14,15 @@ from pagedkv.ops.nvrtc import Compiled, Nvrtc
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+# Bulk copies and the barriers that count their bytes came with this architecture.
+MIN_BULK_ARCH = 90
+# Head sizes with a bulk copy kernel: whole groups of eight chunks.
+BULK_HEAD_DIMS = (64, 128, 256)
+# The definition of a swizzled cache; without it a cache is plain.
+SWIZZLED: Mapping[bool, tuple[tuple[str, int], ...]] = {False: (), True: (("PKV_SWIZZLED", 1),)}
 # Kernels of attention, by the bytes of a cached element.
 ATTENTION_KERNELS = (("attention", 2), ("attention_fp8", 1))
+ROW_KERNELS = ("merge_parts", "add_rms_norm", "silu_mul")
 # Names of element types in the sources.
 ELEMENTS = ("bf16", "half")
 OPTIONS = ("--std=c++17", "--fmad=true", "--ptxas-options=-v")
@@ -42,6 +49,10 @@ class Kernel:
         """
         options = [*OPTIONS, *self.options, *(["--generate-line-info"] if line_info else [])]
         return compiler.compile(f"{self.name}.cu", sources, arch, options)
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether an architecture, "sm_80" for instance, has the instructions that it uses."""
+        return self.name != "attention_bulk" or int(arch.removeprefix("sm_")) >= MIN_BULK_ARCH
 
     @property
     def options(self) -> list[str]:
@@ -115,7 +126,16 @@ class AttentionShape:
         results = self.rows * self.kv_warps * (head_dim + 8 + 2) * 4
         return max(ring + query, results)
 
-    def kernel(self, name: str, element: str, head_dim: int, stored_bytes: int) -> Kernel:
+    def bulk_shared_bytes(self, head_dim: int) -> int:
+        """The same for `attention_bulk`, which has rows without padding, and two barriers a stage."""
+        ring = 2 * self.stages * self.tile * head_dim * 2
+        query = self.rows * (head_dim + 8) * 2
+        results = self.rows * self.kv_warps * (head_dim + 8 + 2) * 4
+        return max(ring + query + 2 * 8 * self.stages, results)
+
+    def kernel(
+        self, name: str, element: str, head_dim: int, stored_bytes: int, *, swizzled: bool = False
+    ) -> Kernel:
         """The attention kernel `name` in this shape."""
         return Kernel(
             name,
@@ -127,6 +147,7 @@ class AttentionShape:
                 ("PKV_KV_WARPS", self.kv_warps),
                 ("PKV_TILE", self.tile),
                 ("PKV_STAGES", self.stages),
+                *SWIZZLED[swizzled],
             ),
         )
 
@@ -149,10 +170,27 @@ def all_kernels() -> Iterator[Kernel]:
             for name, stored_bytes in ATTENTION_KERNELS:
                 for shape in (narrow_shape(head_dim, stored_bytes), wide_shape(head_dim)):
                     yield shape.kernel(name, element, head_dim, stored_bytes)
-        for name in ("merge_parts", "add_rms_norm", "silu_mul"):
+        for head_dim in BULK_HEAD_DIMS:
+            narrow, wide = narrow_shape(head_dim, 2), wide_shape(head_dim)
+            yield narrow.kernel("attention_bulk", element, head_dim, 2, swizzled=True)
+            yield wide.kernel("attention", element, head_dim, 2, swizzled=True)
+        yield rope_cache_kernel(element, 2, swizzled=True)
+        for name in ROW_KERNELS:
             yield row_kernel(name, element)
         for stored_bytes in (2, 1):
             yield rope_cache_kernel(element, stored_bytes)
+    yield COPY_BLOCKS
+    yield SAMPLE
+
+
+def model_kernels(element: str, head_dim: int, *, swizzled: bool = False) -> Iterator[Kernel]:
+    """What a model needs whose cache has the type of its weights."""
+    narrow_name = "attention_bulk" if swizzled else "attention"
+    yield narrow_shape(head_dim, 2).kernel(narrow_name, element, head_dim, 2, swizzled=swizzled)
+    yield wide_shape(head_dim).kernel("attention", element, head_dim, 2, swizzled=swizzled)
+    yield rope_cache_kernel(element, 2, swizzled=swizzled)
+    for name in ROW_KERNELS:
+        yield row_kernel(name, element)
     yield COPY_BLOCKS
     yield SAMPLE
 
@@ -162,9 +200,14 @@ def row_kernel(name: str, element: str) -> Kernel:
     return Kernel(name, (("PKV_ELEMENT", element),))
 
 
-def rope_cache_kernel(element: str, stored_bytes: int) -> Kernel:
+def rope_cache_kernel(element: str, stored_bytes: int, *, swizzled: bool = False) -> Kernel:
     """The fused rotation and cache write; 1 stored byte is an fp8 cache."""
-    return Kernel("rope_cache", (("PKV_ELEMENT", element), ("PKV_STORED_BYTES", stored_bytes)))
+    defines: tuple[tuple[str, str | int], ...] = (
+        ("PKV_ELEMENT", element),
+        ("PKV_STORED_BYTES", stored_bytes),
+        *SWIZZLED[swizzled],
+    )
+    return Kernel("rope_cache", defines)
 
 
 COPY_BLOCKS = Kernel("copy_blocks")
