@@ -28,7 +28,7 @@ EXTENSION := $(wildcard python/pagedkv/_core*.so python/pagedkv/_core*.pyd)
 SOURCES := $(shell find rust $(wildcard cuda) -name '*.rs' -o -name '*.cu' -o -name '*.cuh') Cargo.toml Cargo.lock pyproject.toml
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 build: $(VENV)/stamp-model $(VENV)/stamp-extension ## Create .venv, install, build the extension, fetch the demo model
 

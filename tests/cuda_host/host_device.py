@@ -6,6 +6,7 @@ built from, under target/.
 
 import ctypes
 import hashlib
+import os
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -138,23 +139,26 @@ class HostDevice:
             source = target.with_suffix(".cc")
             BUILD.mkdir(parents=True, exist_ok=True)
             source.write_text(ptx_to_cpp.translate(compiled.ptx))
-            self._cxx("-O1", "-w", "-shared", str(source), str(self._machine()), output=target)
+            machine = [str(self._machine(name)) for name in ("machine.cc", "instructions.cc")]
+            self._cxx("-O1", "-w", "-shared", str(source), *machine, output=target)
         return target
 
-    def _machine(self) -> Path:
-        target = BUILD / f"machine-{hashlib.sha256(self._tools().encode()).hexdigest()[:20]}.o"
+    def _machine(self, name: str) -> Path:
+        digest = hashlib.sha256(self._tools().encode()).hexdigest()[:20]
+        target = BUILD / f"{Path(name).stem}-{digest}.o"
         if not target.exists():
             BUILD.mkdir(parents=True, exist_ok=True)
-            self._cxx("-O2", "-Wall", "-Wextra", "-Werror", "-c", str(HERE / "machine.cc"), output=target)
+            self._cxx("-O2", "-Wall", "-Wextra", "-Werror", "-c", str(HERE / name), output=target)
         return target
 
     def _tools(self) -> str:
-        tools = ("machine.h", "machine.cc", "ptx_to_cpp.py", "ptx_instructions.py")
-        return repr((self._flags, [(HERE / name).read_text() for name in tools]))
+        names = ("fibers.h", "instructions.cc", "machine.cc", "machine.h")
+        names += ("ptx_instructions.py", "ptx_to_cpp.py")
+        return repr((self._flags, [(HERE / name).read_text() for name in names]))
 
     def _cxx(self, *arguments: str, output: Path) -> None:
         # Two runs at once must not see half a file.
-        partial = output.with_suffix(f".{id(self)}.part")
+        partial = output.with_suffix(f".{os.getpid()}.part")
         command = ["g++", *self._flags, *arguments, "-o", str(partial)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr[:4000]}"

@@ -81,7 +81,8 @@ def test_memory_that_cannot_be_had_is_one_line(monkeypatch, checkpoint):
 
 def gpu(monkeypatch, *, with_kernels):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(loading, "has_cuda_kernels", lambda: with_kernels)
+    for module in ("loading", "ops"):
+        monkeypatch.setattr(f"pagedkv.{module}.has_cuda_kernels", lambda: with_kernels)
 
 
 @pytest.mark.parametrize(("with_kernels", "device", "num_warnings"), [(True, "cuda:0", 0), (False, "cpu", 1)])

@@ -23,6 +23,7 @@ from pagedkv.ops.cuda_kernels import (
     SAMPLE,
     SAMPLE_SHARED_BYTES,
     SAMPLE_THREADS,
+    AttentionShape,
     Kernel,
     ParamLayout,
     model_kernels,
@@ -292,37 +293,50 @@ class CudaOps:
             "group_size": num_heads // num_kv_heads,
             **_cache_params(key_cache, value_cache),
         }
-        element = _element("q", q)
         num_wide, num_items = placed.plan.num_wide, len(placed.plan.items)
         for shape, begin, end in ((wide, 0, num_wide), (narrow, num_wide, num_items)):
-            grid = (end - begin, num_kv_heads)
+            kernel, num_threads, shared_bytes = self._attention_kernel(shape, q, stored_bytes)
             items = placed.items[begin:].data_ptr()
-            if self._swizzled and shape is narrow:
-                kernel = shape.kernel("attention_bulk", element, head_dim, 2, swizzled=True)
-                num_threads = shape.num_threads + 32  # One warp asks for the copies.
-                shared_bytes = shape.bulk_shared_bytes(head_dim)
-            else:
-                name = "attention_fp8" if stored_bytes == 1 else "attention"
-                kernel = shape.kernel(name, element, head_dim, stored_bytes, swizzled=self._swizzled)
-                num_threads, shared_bytes = shape.num_threads, shape.shared_bytes(head_dim, stored_bytes)
-            self._launch(kernel, grid, num_threads, shared_bytes, items=items, **params)
-        if parts:
             self._launch(
-                row_kernel("merge_parts", _element("q", q)),
-                (len(placed.plan.merge_rows), num_kv_heads),
-                _row_threads(4 * head_dim),
-                0,
-                out=out.data_ptr(),
-                part_out=part_out.data_ptr(),
-                part_lse=part_lse.data_ptr(),
-                rows=placed.merge_rows.data_ptr(),
-                part_start=placed.part_start.data_ptr(),
-                part_rows=placed.part_rows.data_ptr(),
-                out_stride=out.stride(0),
-                group_size=num_heads // num_kv_heads,
-                head_dim=head_dim,
+                kernel, (end - begin, num_kv_heads), num_threads, shared_bytes, items=items, **params
             )
+        if parts:
+            self._merge_parts(out, part_out, part_lse, placed, num_kv_heads)
         return out
+
+    def _attention_kernel(
+        self, shape: AttentionShape, q: Tensor, stored_bytes: int
+    ) -> tuple[Kernel, int, int]:
+        """The kernel for items of a shape, its threads and its shared memory."""
+        element, head_dim = _element("q", q), q.shape[2]
+        if self._swizzled and shape.row_warps == 1:
+            kernel = shape.kernel("attention_bulk", element, head_dim, 2, swizzled=True)
+            # One more warp asks for the copies.
+            return kernel, shape.num_threads + 32, shape.bulk_shared_bytes(head_dim)
+        name = "attention_fp8" if stored_bytes == 1 else "attention"
+        kernel = shape.kernel(name, element, head_dim, stored_bytes, swizzled=self._swizzled)
+        return kernel, shape.num_threads, shape.shared_bytes(head_dim, stored_bytes)
+
+    def _merge_parts(
+        self, out: Tensor, part_out: Tensor, part_lse: Tensor, placed: _PlacedPlan, num_kv_heads: int
+    ) -> None:
+        """Joins the results of rows that several items have computed."""
+        _, num_heads, head_dim = out.shape
+        self._launch(
+            row_kernel("merge_parts", _element("q", out)),
+            (len(placed.plan.merge_rows), num_kv_heads),
+            _row_threads(4 * head_dim),
+            0,
+            out=out.data_ptr(),
+            part_out=part_out.data_ptr(),
+            part_lse=part_lse.data_ptr(),
+            rows=placed.merge_rows.data_ptr(),
+            part_start=placed.part_start.data_ptr(),
+            part_rows=placed.part_rows.data_ptr(),
+            out_stride=out.stride(0),
+            group_size=num_heads // num_kv_heads,
+            head_dim=head_dim,
+        )
 
     def _stored_bytes(self, q: Tensor, cache: Tensor) -> int:
         """Bytes of a cached element. A cache holds the type of the queries, or fp8."""
