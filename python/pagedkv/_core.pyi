@@ -23,6 +23,7 @@ __all__ = [
     "copy_blocks",
     "cpu_features",
     "cpu_isa",
+    "cuda_sources",
     "num_threads",
     "paged_attention",
     "rope_cache",
@@ -242,6 +243,9 @@ def cpu_features() -> list[str]:
 
 def cpu_isa() -> str:
     """The instruction set that the kernels run on here: "avx512", "avx2" or "portable"."""
+
+def cuda_sources() -> dict[str, str]:
+    """The sources of the CUDA kernels (`cuda/`) by file name, as they were when the extension was built."""
 
 def set_num_threads(num_threads: int) -> None:
     """Sets the number of threads of the kernels, for the whole process. Raises ValueError outside 1..1024."""

@@ -18,6 +18,7 @@ from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
 from pagedkv.ops import choose, has_cuda_kernels
+from pagedkv.ops.cuda import CudaOps
 from pagedkv.plan import (
     PoolPlan,
     block_bytes,
@@ -57,6 +58,8 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
     tokenizer = Tokenizer.load(source)
     model_config = loaded.config
+    if isinstance(ops, CudaOps):
+        ops.prepare(loaded.dtype, model_config.head_dim)
     plan = plan_memory(config, loaded, device)
     kv_cache = _allocate(config, loaded, plan, device)
     eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
@@ -84,7 +87,8 @@ def choose_device(device: str) -> torch.device:
             return torch.device("cuda:0")
         if torch.cuda.is_available():
             logger.warning(
-                "there is a GPU, but this version of pagedkv has no CUDA kernels yet: the CPU computes"
+                "there is a GPU, but no CuPy, which loads the CUDA kernels (pip install pagedkv[cuda13]): "
+                "the CPU computes"
             )
         return torch.device("cpu")
     return torch.device("cuda:0" if device == "cuda" else device)

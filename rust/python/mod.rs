@@ -4,6 +4,7 @@ mod cache;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod core;
 mod cpu;
+mod cuda;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
 mod explain;
@@ -21,6 +22,8 @@ mod _core {
     use super::cpu::{
         copy_blocks, cpu_features, cpu_isa, num_threads, paged_attention, rope_cache, set_num_threads,
     };
+    #[pymodule_export]
+    use super::cuda::cuda_sources;
     #[pymodule_export]
     use super::edge::{Edge, InvalidRequest, QueueFull};
 }

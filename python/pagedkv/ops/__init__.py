@@ -117,12 +117,13 @@ def choose(backend: str) -> Ops:
         raise BackendUnavailable('device "cuda" was asked for, but torch sees no GPU; use device="cpu"')
     if backend == "cuda" and not has_cuda_kernels():
         raise BackendUnavailable(
-            "there is a GPU, but this version of pagedkv has no CUDA kernels yet; "
-            'use device="cpu" (on the command line: --device cpu)'
+            "there is a GPU, but no CuPy, which loads the CUDA kernels; pip install pagedkv[cuda13] "
+            '(or cuda12, as torch is), or use device="cpu" (on the command line: --device cpu)'
         )
-    return cast(Ops, importlib.import_module(f"pagedkv.ops.{backend}"))
+    module = importlib.import_module(f"pagedkv.ops.{backend}")
+    return cast(Ops, module.on_gpu() if backend == "cuda" else module)
 
 
 def has_cuda_kernels() -> bool:
-    """Whether this version of pagedkv brings the backend for GPUs."""
-    return importlib.util.find_spec("pagedkv.ops.cuda") is not None
+    """Whether the backend for GPUs is installed: the extra cuda12 or cuda13, which load the kernels."""
+    return importlib.util.find_spec("cupy") is not None
