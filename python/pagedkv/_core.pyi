@@ -197,6 +197,37 @@ def rope_cache(
     differ. Raises ValueError as `paged_attention` does, with the same rule for the GIL.
     """
 
+def rms_norm(
+    out: int,
+    x: int,
+    residual: int,
+    weight: int,
+    num_rows: int,
+    width: int,
+    x_stride: int,
+    residual_stride: int,
+    row_type: str,
+    eps: float,
+) -> None:
+    """Normalises rows: `pagedkv.ops.Ops.rms_norm`, or `add_rms_norm` if `residual` is not 0.
+
+    out, x, residual and weight are addresses of elements of `row_type`: num_rows rows of `width` elements
+    (weight: one), the strides in elements; out is dense. The bits of a row depend on that row alone. Raises
+    ValueError for an address that cannot be one. The same rule for the GIL as in `paged_attention`.
+    """
+
+def silu_mul(
+    out: int,
+    gate: int,
+    up: int,
+    num_rows: int,
+    width: int,
+    gate_stride: int,
+    up_stride: int,
+    row_type: str,
+) -> None:
+    """Computes `silu(gate) * up`: `pagedkv.ops.Ops.silu_mul`. Addresses and sizes as in `rms_norm`."""
+
 def copy_blocks(caches: Sequence[tuple[int, int, int]], block_bytes: int, copies: _Indices) -> None:
     """Copies whole blocks in each cache, given as (address, number of blocks, bytes from block to block).
 

@@ -74,6 +74,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     /// a * b
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// a / b
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// a * b + c, rounded once where the instruction set can.
     fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The larger one.
@@ -182,6 +184,10 @@ impl Simd for Portable {
     #[inline(always)]
     fn mul(self, a: Self::V, b: Self::V) -> Self::V {
         lanes(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    fn div(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] / b[i])
     }
     #[inline(always)]
     fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {

@@ -1,6 +1,7 @@
-//! Kernels for tensors in ordinary memory: attention over the paged cache, rotation and cache write, block copies.
+//! Kernels for tensors in ordinary memory: attention over the paged cache, rotation and cache write, block copies,
+//! norms, activation, sampling.
 //!
-//! The callers are the bindings (`rust/python/cpu.rs`), which hand tensors over as address, shape and strides. The
+//! The callers are the bindings (`rust/python`), which hand tensors over as address, shape and strides. The
 //! kernels know nothing of Python, of the block pool or of the scheduler: they read block tables as plain integers.
 //!
 //! | file | owns |
@@ -12,16 +13,19 @@
 //! | `attention` | how the work of a step is cut and spread over threads |
 //! | `tile`, `tile_loops` | the arithmetic of one piece of it, and its inner loops |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
+//! | `norm`, `activation` | the row-wise kernels between the linear layers |
 //! | `pool` | the threads |
 //!
 //! Results depend on the arguments and on the instruction set, and on nothing else: not on the number of threads, nor
 //! on what else is in the batch, nor on how a prompt was cut into chunks. `tile` says how.
 
+pub mod activation;
 pub mod attention;
 pub mod batch;
 pub mod copy_blocks;
 pub mod element;
 pub mod isa;
+pub mod norm;
 pub mod pool;
 pub mod rope_cache;
 pub mod tensor;

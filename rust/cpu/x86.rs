@@ -7,15 +7,15 @@ use std::arch::is_x86_feature_detected as has;
 use std::arch::x86_64::{
     __m256, __m512, _CMP_NLT_UQ, _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch, _mm256_add_epi32, _mm256_add_ps,
     _mm256_and_ps, _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps_si256, _mm256_castsi256_ps,
-    _mm256_cmp_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_cmp_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_div_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
     _mm256_loadu_si256, _mm256_max_ps, _mm256_mul_ps, _mm256_permute2f128_ps, _mm256_set1_epi32,
     _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_pd,
     _mm256_unpackhi_ps, _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_add_epi32, _mm512_add_ps,
     _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-    _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_maskz_mov_ps,
-    _mm512_max_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32,
-    _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
-    _mm512_unpacklo_ps,
+    _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_div_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd,
+    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
 use super::isa::{Kernel, LANES, Simd};
@@ -112,6 +112,7 @@ impl Simd for Avx512 {
         fn add(a: __m512, b: __m512) -> __m512 = _mm512_add_ps(a, b);
         fn sub(a: __m512, b: __m512) -> __m512 = _mm512_sub_ps(a, b);
         fn mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
+        fn div(a: __m512, b: __m512) -> __m512 = _mm512_div_ps(a, b);
         fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
         fn max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
         fn power_of_two(low_bits: __m512) -> __m512 = _mm512_castsi512_ps(_mm512_add_epi32(
@@ -203,6 +204,7 @@ impl Simd for Avx2 {
         fn add(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_add_ps(a, b));
         fn sub(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_sub_ps(a, b));
         fn mul(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_mul_ps(a, b));
+        fn div(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_div_ps(a, b));
         fn mul_add(a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_fmadd_ps(a, b, c));
         fn max(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_max_ps(a, b));
         fn power_of_two(low_bits: [__m256; 2]) -> [__m256; 2] = halves!(power_of_two_avx2(low_bits));

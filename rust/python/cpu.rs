@@ -30,13 +30,18 @@ impl From<InvalidArgument> for PyErr {
     }
 }
 
-fn dtype(name: &str) -> Result<Dtype, InvalidArgument> {
+pub(super) fn dtype(name: &str) -> Result<Dtype, InvalidArgument> {
     let allowed = "float32, bfloat16 or float16";
     Dtype::from_name(name).ok_or_else(|| InvalidArgument::new("dtype", name, allowed))
 }
 
 /// Turns an address into a pointer, if it can be one to elements of `size` bytes.
-fn pointer(name: &str, address: usize, size: usize, is_empty: bool) -> Result<*mut u8, InvalidArgument> {
+pub(super) fn pointer(
+    name: &str,
+    address: usize,
+    size: usize,
+    is_empty: bool,
+) -> Result<*mut u8, InvalidArgument> {
     if is_empty {
         return Ok(std::ptr::dangling_mut::<u32>().cast());
     }
@@ -110,7 +115,7 @@ unsafe fn numbers<'a, T>(name: &str, (address, len): Indices) -> Result<&'a [T],
 }
 
 /// Runs a kernel with or without the GIL.
-fn run(py: Python<'_>, estimated_ns: u64, kernel: impl FnOnce() + Send) {
+pub(super) fn run(py: Python<'_>, estimated_ns: u64, kernel: impl FnOnce() + Send) {
     if estimated_ns < KEEP_GIL_NS {
         kernel();
     } else {

@@ -5,6 +5,7 @@ mod core;
 mod cpu;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
+mod norm;
 
 use pyo3::prelude::*;
 
@@ -19,4 +20,6 @@ mod _core {
     };
     #[pymodule_export]
     use super::edge::{Edge, InvalidRequest, QueueFull};
+    #[pymodule_export]
+    use super::norm::{rms_norm, silu_mul};
 }

@@ -37,6 +37,12 @@ class Ops(Protocol):
         The row is normalised in float32, rounded to the dtype of x, and only then multiplied by the weight.
         """
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds `x [N, I]` to `residual [N, I]`, in place, and returns `rms_norm` of the sum.
+
+        The sum is rounded to the dtype, as if it had been stored and read again.
+        """
+
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`, both [T, I]; silu is rounded to the dtype of gate before the product."""
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pagedkv import _core
 from pagedkv.batch import StepBatch
-from pagedkv.ops.reference import linear, logprobs, rms_norm, sample, silu_mul
+from pagedkv.ops.reference import linear, logprobs, sample
 
 __all__ = [
+    "add_rms_norm",
     "copy_blocks",
     "linear",
     "logprobs",
@@ -31,6 +32,69 @@ __all__ = [
 name = "cpu"
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `pagedkv.ops.Ops.rms_norm`."""
+    row_type, shape = _matrix_type("x", x), x.shape
+    _check_weight(weight, x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_rows, width = shape
+    _core.rms_norm(
+        out.data_ptr(),
+        x.data_ptr(),
+        0,
+        weight.data_ptr(),
+        num_rows,
+        width,
+        x.stride(0),
+        0,
+        row_type,
+        eps,
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `pagedkv.ops.Ops.add_rms_norm`."""
+    row_type = _matrix_type("x", x)
+    _check_like("residual", residual, x)
+    _check_weight(weight, x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_rows, width = x.shape
+    if out.numel():
+        _core.rms_norm(
+            out.data_ptr(),
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            num_rows,
+            width,
+            x.stride(0),
+            residual.stride(0),
+            row_type,
+            eps,
+        )
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """See `pagedkv.ops.Ops.silu_mul`."""
+    row_type = _matrix_type("gate", gate)
+    _check_like("up", up, gate)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    num_rows, width = gate.shape
+    _core.silu_mul(
+        out.data_ptr(),
+        gate.data_ptr(),
+        up.data_ptr(),
+        num_rows,
+        width,
+        gate.stride(0),
+        up.stride(0),
+        row_type,
+    )
+    return out
 
 
 def rope_cache(  # noqa: PLR0913 - the contract's signature
@@ -111,6 +175,29 @@ def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> N
         (cache.data_ptr(), len(cache), cache.stride(0) * item_bytes) for pair in kv_caches for cache in pair
     ]
     _core.copy_blocks(caches, first[0].numel() * item_bytes, _indices(copies))
+
+
+def _matrix_type(label: str, tensor: Tensor) -> str:
+    """The element type of a matrix with dense rows; refuses other tensors."""
+    if tensor.dim() != 2 or (tensor.stride(1) != 1 and tensor.shape[1] > 1):
+        given = f"{list(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(f"{label} is {given}, allowed: two dimensions, the last one dense")
+    return _dtype_name(label, tensor)
+
+
+def _check_like(label: str, tensor: Tensor, first: Tensor) -> None:
+    """Refuses a matrix that is not of the shape and type of the first argument."""
+    if tensor.shape != first.shape or tensor.dtype != first.dtype:
+        given = f"{list(tensor.shape)} of {tensor.dtype}"
+        raise ValueError(f"{label} is {given}, allowed: {list(first.shape)} of {first.dtype}")
+    _matrix_type(label, tensor)
+
+
+def _check_weight(weight: Tensor, x: Tensor) -> None:
+    if weight.dtype != x.dtype or weight.shape != x.shape[1:] or not weight.is_contiguous():
+        given = f"{list(weight.shape)} of {weight.dtype}"
+        raise ValueError(f"weight is {given}, allowed: dense, {list(x.shape[1:])} of {x.dtype}")
+    _dtype_name("weight", weight)
 
 
 def _tensor(tensor: Tensor) -> tuple[int, Sequence[int], Sequence[int]]:

@@ -21,6 +21,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `pagedkv.ops.Ops.add_rms_norm`."""
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """See `pagedkv.ops.Ops.silu_mul`."""
     return torch.nn.functional.silu(gate) * up
