@@ -228,6 +228,24 @@ def silu_mul(
 ) -> None:
     """Computes `silu(gate) * up`: `pagedkv.ops.Ops.silu_mul`. Addresses and sizes as in `rms_norm`."""
 
+def sample(
+    tokens: int, logits_address: int, parameters: int, num_rows: int, vocab_size: int, row_stride: int
+) -> None:
+    """Draws a token a row: `pagedkv.ops.Ops.sample`. Addresses: i64 [R] written, f32 [R, V], i32 [R, 9].
+
+    The parameters are the arena's words. Raises ValueError for a row that cannot be sampled, as the contract
+    says. The same rule for the GIL as in `paged_attention`.
+    """
+
+def logprobs(
+    logits_address: int, chosen: int, num_rows: int, vocab_size: int, row_stride: int, k: int
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Log probabilities: `pagedkv.ops.Ops.logprobs`. Addresses: f32 [R, V] and i64 [R].
+
+    Raises ValueError for a row that holds NaN or infinity at its largest, and for a chosen token outside the
+    vocabulary.
+    """
+
 def copy_blocks(caches: Sequence[tuple[int, int, int]], block_bytes: int, copies: _Indices) -> None:
     """Copies whole blocks in each cache, given as (address, number of blocks, bytes from block to block).
 

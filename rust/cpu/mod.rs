@@ -14,6 +14,7 @@
 //! | `tile`, `tile_loops` | the arithmetic of one piece of it, and its inner loops |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |
+//! | `sample`, `cut`, `noise` | sampling, where a filter cuts the ranking, and the arithmetic that all backends share |
 //! | `pool` | the threads |
 //!
 //! Results depend on the arguments and on the instruction set, and on nothing else: not on the number of threads, nor
@@ -23,11 +24,14 @@ pub mod activation;
 pub mod attention;
 pub mod batch;
 pub mod copy_blocks;
+mod cut;
 pub mod element;
 pub mod isa;
+mod noise;
 pub mod norm;
 pub mod pool;
 pub mod rope_cache;
+pub mod sample;
 pub mod tensor;
 mod tile;
 mod tile_loops;

@@ -22,7 +22,7 @@ const KEEP_GIL_NS: u64 = 1_000_000;
 /// Address of the first element, shape, strides in elements.
 type Tensor<const N: usize> = (usize, [usize; N], [usize; N]);
 /// Address of the first element and number of elements, which are int32 and dense.
-type Indices = (usize, usize);
+pub(super) type Indices = (usize, usize);
 
 impl From<InvalidArgument> for PyErr {
     fn from(error: InvalidArgument) -> Self {
@@ -43,7 +43,7 @@ pub(super) fn pointer(
     is_empty: bool,
 ) -> Result<*mut u8, InvalidArgument> {
     if is_empty {
-        return Ok(std::ptr::dangling_mut::<u32>().cast());
+        return Ok(std::ptr::dangling_mut::<u64>().cast());
     }
     if address == 0 || !address.is_multiple_of(size) {
         let allowed = format!("an address divisible by {size}");
@@ -108,10 +108,21 @@ fn cache(name: &str, dtype: Dtype, tensor: Tensor<4>) -> Result<CacheView, Inval
 
 /// # Safety
 /// The memory is readable and unchanged for as long as the result is used.
-unsafe fn numbers<'a, T>(name: &str, (address, len): Indices) -> Result<&'a [T], InvalidArgument> {
+pub(super) unsafe fn numbers<'a, T>(name: &str, (address, len): Indices) -> Result<&'a [T], InvalidArgument> {
     let start = pointer(name, address, size_of::<T>(), len == 0)?;
     // SAFETY: the caller vouches for the memory; the pointer is aligned, also where there is nothing to read.
     Ok(unsafe { std::slice::from_raw_parts(start.cast::<T>(), len) })
+}
+
+/// # Safety
+/// As `numbers`, and nobody else accesses the memory.
+pub(super) unsafe fn numbers_mut<'a, T>(
+    name: &str,
+    (address, len): Indices,
+) -> Result<&'a mut [T], InvalidArgument> {
+    let start = pointer(name, address, size_of::<T>(), len == 0)?;
+    // SAFETY: the caller vouches for the memory; the pointer is aligned, also where there is nothing.
+    Ok(unsafe { std::slice::from_raw_parts_mut(start.cast::<T>(), len) })
 }
 
 /// Runs a kernel with or without the GIL.

@@ -6,6 +6,7 @@ mod cpu;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
 mod norm;
+mod sample;
 
 use pyo3::prelude::*;
 
@@ -22,4 +23,6 @@ mod _core {
     use super::edge::{Edge, InvalidRequest, QueueFull};
     #[pymodule_export]
     use super::norm::{rms_norm, silu_mul};
+    #[pymodule_export]
+    use super::sample::{logprobs, sample};
 }

@@ -93,14 +93,15 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, sampling: SamplingRows) -> Tensor:
         """Draws one token a row: logits f32 [R, V] -> i64 [R].
 
-        Temperature 0 takes the largest logit. Otherwise the logits are divided by the temperature, filtered
-        by top_k, then top_p (the smallest set of most likely tokens whose mass, within top_k, reaches p),
-        then min_p (relative to the most likely token); at least one token is kept. Of the kept ones the
-        largest `score + noise` wins. Equal values rank by token id, the lowest first, everywhere. The noise
-        is defined in `pagedkv.ops.philox`, and depends on nothing but seed, sample index, position and token
-        id.
+        Temperature 0 takes the largest logit. Otherwise the score of a token is its logit minus the largest
+        one, divided by the temperature. The tokens are filtered by top_k, then top_p (the smallest set of
+        most likely tokens whose mass, within top_k, reaches p), then min_p (relative to the most likely
+        token); at least one token is kept. Of the kept ones the largest `score + noise` wins. Equal values
+        rank by token id, the lowest first, everywhere. The noise is defined in `pagedkv.ops.philox`, and
+        depends on nothing but seed, sample index, position and token id; the mass of a token in
+        `pagedkv.ops.exact`. Every backend draws the same tokens from the same logits.
 
-        Raises ValueError when a row holds NaN.
+        Raises ValueError when a row holds NaN, or when its largest logit is infinite and it is not greedy.
         """
 
     def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pagedkv import _core
-from pagedkv.batch import StepBatch
-from pagedkv.ops.reference import linear, logprobs, sample
+from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.ops.reference import linear
 
 __all__ = [
     "add_rms_norm",
@@ -175,6 +175,45 @@ def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> N
         (cache.data_ptr(), len(cache), cache.stride(0) * item_bytes) for pair in kv_caches for cache in pair
     ]
     _core.copy_blocks(caches, first[0].numel() * item_bytes, _indices(copies))
+
+
+def sample(logits: Tensor, sampling: SamplingRows) -> Tensor:
+    """See `pagedkv.ops.Ops.sample`."""
+    _check_logits(logits)
+    num_rows, vocab_size = logits.shape
+    words = sampling.words
+    if len(words) != num_rows or not words.is_contiguous():
+        raise ValueError(f"rows of sampling are {len(words)}, allowed: {num_rows} dense ones, as of logits")
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    _core.sample(
+        tokens.data_ptr(), logits.data_ptr(), words.data_ptr(), num_rows, vocab_size, logits.stride(0)
+    )
+    return tokens
+
+
+def logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `pagedkv.ops.Ops.logprobs`."""
+    _check_logits(logits)
+    num_rows, vocab_size = logits.shape
+    if chosen.shape != (num_rows,) or chosen.dtype != torch.int64:
+        given = f"{list(chosen.shape)} of {chosen.dtype}"
+        raise ValueError(f"chosen is {given}, allowed: [{num_rows}] of torch.int64")
+    chosen = chosen.contiguous()
+    of_chosen, top_ids, top = _core.logprobs(
+        logits.data_ptr(), chosen.data_ptr(), num_rows, vocab_size, logits.stride(0), k
+    )
+    width = min(k, vocab_size)
+    return (
+        torch.tensor(of_chosen, dtype=torch.float32),
+        torch.tensor(top_ids, dtype=torch.int64).view(num_rows, width),
+        torch.tensor(top, dtype=torch.float32).view(num_rows, width),
+    )
+
+
+def _check_logits(logits: Tensor) -> None:
+    if logits.dtype != torch.float32:
+        raise ValueError(f"dtype of logits is {logits.dtype}, allowed: torch.float32")
+    _matrix_type("logits", logits)
 
 
 def _matrix_type(label: str, tensor: Tensor) -> str:

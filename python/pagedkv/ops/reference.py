@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.ops.exact import UNIT_MASS, mass
 from pagedkv.ops.philox import gumbel_noise
 
 name = "reference"
@@ -117,9 +118,14 @@ def sample(logits: Tensor, sampling: SamplingRows) -> Tensor:
     if sampling.all_greedy:
         return tokens
     rows = torch.nonzero(sampling.temperature > 0).squeeze(1)
-    # Subtracting the largest logit first changes no probability, and lets any temperature > 0 stay finite.
     chosen = logits[rows]
-    scores = (chosen - chosen.amax(-1, keepdim=True)) / sampling.temperature[rows, None]
+    largest = chosen.amax(-1, keepdim=True)
+    if bool(largest.isinf().any()):
+        row = int(rows[torch.nonzero(largest.isinf())[0, 0]])
+        raise ValueError(f"row {row} of the logits is infinite at its largest, allowed: numbers")
+    # Subtracting the largest logit first changes no probability, and lets any temperature > 0 stay finite.
+    # Adding zero makes one number of both zeros.
+    scores = (chosen - largest) / sampling.temperature[rows, None] + 0.0
     if sampling.any_filter:
         kept = _kept(scores, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
         scores = scores.masked_fill(~kept, float("-inf"))
@@ -142,7 +148,7 @@ def _argmax(values: Tensor) -> Tensor:
     result = torch.where(is_largest, columns, vocab_size).amin(-1)
     if bool((result == vocab_size).any()):
         row = int(torch.nonzero(result == vocab_size)[0, 0])
-        raise ValueError(f"row {row} of the logits holds NaN")
+        raise ValueError(f"row {row} of the logits is NaN somewhere, allowed: numbers")
     return result
 
 
@@ -152,13 +158,12 @@ def _kept(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab_size, device=scores.device)[None, :]
     keep = rank < torch.where(top_k > 0, top_k, vocab_size)[:, None]
-    mass = torch.softmax(ranked.masked_fill(~keep, float("-inf")).double(), dim=-1)
-    mass_before = mass.cumsum(-1) - mass
-    # A token is kept while the mass of the better ones is short of p. p = 1 keeps all, whatever the rounding
-    # of sums.
-    keep &= (mass_before < top_p[:, None]) | (top_p[:, None] >= 1)
-    keep &= mass >= min_p[:, None] * mass[:, :1]
-    keep[:, 0] = True
+    masses = mass(ranked)
+    within = torch.where(keep, masses, 0)
+    target = (top_p.double() * within.sum(-1)).ceil().clamp(min=1)[:, None]
+    # A token is kept while the mass of the better ones is short of the target.
+    keep &= (within.cumsum(-1) - within < target) | (top_p[:, None] >= 1)
+    keep &= masses >= (min_p.double() * UNIT_MASS).ceil().clamp(max=UNIT_MASS)[:, None]
     return torch.zeros_like(keep).scatter(1, order, keep)
 
 
