@@ -6,9 +6,9 @@ be added without moving the others. The runner builds one `StepBatch` a step, wh
 operations read; the engine reads the sections for the host, "rows" and "ended", through `arena_section`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -147,6 +147,7 @@ class StepBatch:
     sampling: SamplingRows  # R rows
     copies: Tensor  # [C, 2]; (source, destination), to be done before anything is written
     num_decodes: int
+    prepared: dict[str, Any] = field(default_factory=dict)  # what a backend made of the step, by its name
 
     @staticmethod
     def from_arena(arena: Tensor, num_decodes: int, device: torch.device | str | None = None) -> "StepBatch":

@@ -18,6 +18,7 @@ use std::arch::x86_64::{
     _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
+use super::amx::Amx;
 use super::isa::{Kernel, LANES, Simd};
 
 /// Bits of 1.0, as the instructions take them.
@@ -34,6 +35,7 @@ pub(super) fn features() -> Vec<&'static str> {
         ("avx512vl", has!("avx512vl")),
         ("avx512vnni", has!("avx512vnni")),
         ("avx512bf16", has!("avx512bf16")),
+        ("amxbf16", Amx::detect().is_some()),
     ];
     known
         .into_iter()
@@ -41,16 +43,29 @@ pub(super) fn features() -> Vec<&'static str> {
         .collect()
 }
 
-/// Proof that the processor has AVX-512.
+/// Proof that the processor has AVX-512, and perhaps matrix tiles.
 #[derive(Clone, Copy, Debug)]
-pub struct Avx512(());
+pub struct Avx512(Option<Amx>);
 
 impl Avx512 {
     /// Asks the processor.
     pub(super) fn detect() -> Option<Self> {
         let present = has!("avx512f") && has!("avx512bw") && has!("avx512vl");
         // AVX-512 implies the older sets on every processor made; the compiler wants to know it.
-        (present && Avx2::detect().is_some()).then_some(Self(()))
+        (present && Avx2::detect().is_some()).then_some(Self(None))
+    }
+
+    /// Asks for the matrix tiles as well; None without them.
+    pub(super) fn detect_with_amx() -> Option<Self> {
+        Self::detect()?;
+        Amx::detect().map(Self::from)
+    }
+}
+
+impl From<Amx> for Avx512 {
+    fn from(amx: Amx) -> Self {
+        // Whoever found the matrix tiles has looked for AVX-512 before.
+        Self(Some(amx))
     }
 }
 
@@ -95,6 +110,11 @@ impl Simd for Avx512 {
     type V = __m512;
     const TILE_VECTORS: usize = 4;
 
+    #[inline(always)]
+    fn amx(self) -> Option<Amx> {
+        self.0
+    }
+
     #[inline]
     fn run<K: Kernel>(self, kernel: K) {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
@@ -136,7 +156,7 @@ impl Simd for Avx512 {
 /// Transposes 4 x 4 numbers within every quarter, then 4 x 4 quarters.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transpose_avx512(rows: &[__m512; LANES]) -> [__m512; LANES] {
+pub(super) fn transpose_avx512(rows: &[__m512; LANES]) -> [__m512; LANES] {
     // Quarter q of `columns[i][c]` holds column 4q + c of rows 4i to 4i + 3.
     let mut columns = [[_mm512_set1_ps(0.0); 4]; 4];
     for (i, column) in columns.iter_mut().enumerate() {

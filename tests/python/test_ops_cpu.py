@@ -1,7 +1,8 @@
 """The CPU kernels against a plain float64 computation: values, bits that must not move, and refusals."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ class Tables:
     seq_lens: Tensor
     table_start: Tensor
     block_ids: Tensor
+    prepared: dict[str, Any] = field(default_factory=dict, init=False)
 
 
 @dataclass
@@ -262,7 +264,7 @@ def test_wrong_arguments_are_named() -> None:
     refused(replace(step, batch=replace(step.batch, seq_lens=too_long)), r"seq_lens\[1\] is 50")
     refused(replace(step, q=step.q[:2]), r"query_start\[2\] is 3, allowed: 2")
     refused(replace(step, q=step.q[:, :5]), "num_heads is 5, allowed: a multiple of num_kv_heads = 2")
-    refused(replace(step, q=step.q[..., :32]), "head_dim of query is 32, allowed: that of key_cache, 64")
+    refused(replace(step, q=step.q[..., :32]), r"shape of query is \[3, 6, 32\], allowed: \[3, 6, 64\]")
     refused(replace(step, q=step.q.double()), "dtype of q is torch.float64")
     refused(replace(step, q=step.q.to("meta")), "device of q is meta, allowed: cpu")
     refused(
@@ -367,5 +369,5 @@ def test_number_of_threads() -> None:
     assert _core.num_threads() == 3
     with pytest.raises(ValueError, match="num_threads is 0, allowed: 1 to 1024"):
         _core.set_num_threads(0)
-    assert _core.cpu_isa() in ("avx512", "avx2", "portable")
+    assert _core.cpu_isa() in ("amx", "avx512", "avx2", "portable")
     assert isinstance(_core.cpu_features(), list)

@@ -142,19 +142,21 @@ def paged_attention(
     """See `pagedkv.ops.Ops.paged_attention`."""
     row_type, cache_type = _dtype_name("q", q), _cache_dtype_name(key_cache, value_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    query_start, seq_lens = _int32(batch.query_start), _int32(batch.seq_lens)
-    table_start, block_ids = _int32(batch.table_start), _int32(batch.block_ids)
-    _core.paged_attention(
-        _tensor(out),
-        _tensor(q),
-        _tensor(key_cache),
-        _tensor(value_cache),
-        (_indices(query_start), _indices(seq_lens), _indices(table_start), _indices(block_ids)),
-        row_type,
-        cache_type,
-        scale,
+    plan = batch.prepared.get(name) or _prepare(batch)
+    plan.paged_attention(
+        out.data_ptr(), _tensor(q), _tensor(key_cache), _tensor(value_cache), row_type, cache_type, scale
     )
     return out
+
+
+def _prepare(batch: StepBatch) -> _core.StepPlan:
+    """Makes the plan of a step, which all of its layers use."""
+    sections = (batch.query_start, batch.seq_lens, batch.table_start, batch.block_ids)
+    # Kept until the plan has copied them: `_int32` may have made new ones.
+    held = [_int32(section) for section in sections]
+    plan = _core.StepPlan(*(_indices(section) for section in held))
+    batch.prepared[name] = plan
+    return plan
 
 
 def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:
