@@ -158,24 +158,38 @@ _Tensor = tuple[int, Sequence[int], Sequence[int]]
 # Address and number of dense int32.
 _Indices = tuple[int, int]
 
-def paged_attention(
-    out: _Tensor,
-    query: _Tensor,
-    key_cache: _Tensor,
-    value_cache: _Tensor,
-    batch: tuple[_Indices, _Indices, _Indices, _Indices],
-    row_type: str,
-    cache_type: str,
-    scale: float,
-) -> None:
-    """Causal attention over the paged cache: `pagedkv.ops.Ops.paged_attention`.
+@final
+class StepPlan:
+    """How the attention of one step is cut into pieces of work: made once, used by every layer.
 
-    out and query are [T, H, D] of `row_type`, the caches [NB, G, block_size, D] of `cache_type` (both
-    "float32", "bfloat16" or "float16"); batch is query_start, seq_lens, table_start, block_ids. The bits of a
-    token's result depend on its own query and context only: not on the number of threads, the rest of the
-    batch, or the chunk of the prompt that it came in. Raises ValueError where shapes, lengths or block ids do
-    not fit. The GIL is released when the call is expected to take a millisecond or more.
+    Tables are checked here once; sequences whose tables begin with the same blocks are found, so that these
+    are read once for all of them.
     """
+
+    def __new__(
+        cls, query_start: _Indices, seq_lens: _Indices, table_start: _Indices, block_ids: _Indices
+    ) -> Self:
+        """Copies the step's sections. They are checked by the first call, which knows the cache."""
+
+    def paged_attention(
+        self,
+        out: int,
+        query: _Tensor,
+        key_cache: _Tensor,
+        value_cache: _Tensor,
+        row_type: str,
+        cache_type: str,
+        scale: float,
+    ) -> None:
+        """Causal attention over the paged cache: `pagedkv.ops.Ops.paged_attention`.
+
+        query is [T, H, D] of `row_type` and out the address of the same, dense; the caches are [NB, G,
+        block_size, D] of `cache_type` (both "float32", "bfloat16" or "float16"). The bits of a token's result
+        depend on its own query and context only: not on the number of threads, the rest of the batch, the
+        blocks that are shared, or the chunk of the prompt that it came in. Raises ValueError where shapes,
+        lengths or block ids do not fit. The GIL is released when the call is expected to take a millisecond
+        or more.
+        """
 
 def rope_cache(
     out: _Tensor,
@@ -194,7 +208,7 @@ def rope_cache(
 
     angles are the float32 cosines and sines, [P, rot] each; elements from rot on are not rotated. Computed in
     float32, every product and sum rounded by itself, the result rounded to the type of the tensor. Slots must
-    differ. Raises ValueError as `paged_attention` does, with the same rule for the GIL.
+    differ. Raises ValueError as `paged_attention` of `StepPlan` does, with the same rule for the GIL.
     """
 
 def rms_norm(
@@ -213,7 +227,7 @@ def rms_norm(
 
     out, x, residual and weight are addresses of elements of `row_type`: num_rows rows of `width` elements
     (weight: one), the strides in elements; out is dense. The bits of a row depend on that row alone. Raises
-    ValueError for an address that cannot be one. The same rule for the GIL as in `paged_attention`.
+    ValueError for an address that cannot be one. The same rule for the GIL as in `StepPlan.paged_attention`.
     """
 
 def silu_mul(
@@ -234,7 +248,7 @@ def sample(
     """Draws a token a row: `pagedkv.ops.Ops.sample`. Addresses: i64 [R] written, f32 [R, V], i32 [R, 9].
 
     The parameters are the arena's words. Raises ValueError for a row that cannot be sampled, as the contract
-    says. The same rule for the GIL as in `paged_attention`.
+    says. The same rule for the GIL as in `StepPlan.paged_attention`.
     """
 
 def logprobs(

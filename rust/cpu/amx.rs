@@ -81,6 +81,7 @@ mod instructions {
         false
     }
 
+    #[expect(clippy::unused_self, reason = "the value is the proof that there are tiles")]
     impl Amx {
         /// Asks the processor and the system, once.
         pub(in crate::cpu) fn detect() -> Option<Self> {

@@ -11,7 +11,7 @@ use std::cell::RefCell;
 
 use super::InvalidArgument;
 use super::isa::{AlignedBuffer, Isa, Kernel, Simd};
-use super::plan::{Join, Outcome, Piece, Plan};
+use super::plan::{Join, Outcome, Piece, Plan, Prefix};
 use super::pool;
 use super::tensor::{CacheView, RowsView};
 use super::tile::{Scratch, Tile};
@@ -144,21 +144,22 @@ impl Kernel for JoinSplits<'_, '_> {
         self.folded.reserve(len);
         let folded = self.folded.slice(0..len);
         folded.fill(0.0);
-        let mut fold = |source: usize, first_row: usize| {
-            let rows = plan.partial_rows(source, kv_head);
-            let num_partials = plan.tiles[source].num_partials;
+        let own = Prefix {
+            tile: idx,
+            first_token: 0,
+        };
+        let earlier = &plan.prefixes[plan.tiles[idx].prefixes.clone()];
+        for source in earlier.iter().chain(std::iter::once(&own)) {
+            let rows = plan.partial_rows(source.tile, kv_head);
+            let num_partials = plan.tiles[source.tile].num_partials;
             let num_rows = rows.len() / num_partials.max(1);
             for partial in 0..num_partials {
-                let start = rows.start + partial * num_rows + first_row;
+                let start = rows.start + partial * num_rows + source.first_token * tile.group_size();
                 // SAFETY: all pieces are done; joins only read.
                 let partial = unsafe { self.partials.rows(start..start + tile.num_rows()) };
                 tile.fold(simd, folded, partial);
             }
-        };
-        for prefix in &plan.prefixes[plan.tiles[idx].prefixes.clone()] {
-            fold(prefix.tile, prefix.first_token * tile.group_size());
         }
-        fold(idx, 0);
         // SAFETY: `Attention::run_on` vouches for the views, and no other join has this tile.
         unsafe { tile.write_result(folded) };
     }

@@ -146,7 +146,7 @@ mod tests {
             picks in proptest::collection::vec((0..9_usize, 0..50_u32), 1..700),
             target in 1..1000_u64,
         ) {
-            let values = [0.0, -1e-40, -0.5, -0.5000001, -1.0, -7.25, -80.0, -3e38, f32::NEG_INFINITY];
+            let values = [0.0, -1e-40, -0.5, -0.500_000_1, -1.0, -7.25, -80.0, -3e38, f32::NEG_INFINITY];
             let scores: Vec<f32> = picks.iter().map(|&(pick, _)| values[pick]).collect();
             let masses: Vec<u32> = picks.iter().map(|&(_, mass)| mass).collect();
             prop_assert_eq!(Cut::find(&scores, &Count, target), sorted(&scores, &Count, target));
@@ -155,8 +155,8 @@ mod tests {
         }
 
         #[test]
-        fn distinct_scores_are_cut_alike(count in 1..3000_usize, target in 1..3000_u64) {
-            let scores: Vec<f32> = (0..count).map(|idx| -((idx * 7919 % count) as f32)).collect();
+        fn distinct_scores_are_cut_alike(count in 1..3000_u16, target in 1..3000_u64) {
+            let scores: Vec<f32> = (0..count).map(|idx| -f32::from(idx.wrapping_mul(7919) % count)).collect();
             prop_assert_eq!(Cut::find(&scores, &Count, target), sorted(&scores, &Count, target));
         }
     }

@@ -18,6 +18,9 @@ pub(super) const NOISE_LEN: usize = 4 * LANES;
 /// The mass of the most likely token. Masses are integers, so that their sums do not depend on an order.
 pub(super) const UNIT_MASS: u32 = 1 << 30;
 
+/// The bits of 2^30.
+const UNIT_MASS_BITS: u32 = (127 + 30) << 23;
+
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
 const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 const NUM_ROUNDS: usize = 10;
@@ -162,7 +165,7 @@ pub(super) fn mass(score: f32) -> u32 {
         sum = sum.mul_add(f, EXP2_COEFFICIENTS[idx]);
     }
     let power = sum.mul_add(f, 1.0);
-    let scale = (shifted.to_bits() << 23).wrapping_add((UNIT_MASS as f32).to_bits());
+    let scale = (shifted.to_bits() << 23).wrapping_add(UNIT_MASS_BITS);
     (power * f32::from_bits(scale)) as u32
 }
 

@@ -9,6 +9,14 @@
     clippy::inline_always,
     reason = "a kernel is compiled for an instruction set by being inlined"
 )]
+#![expect(
+    clippy::float_cmp,
+    reason = "the largest number of a row is one of them, to the bit"
+)]
+#![expect(
+    clippy::needless_bitwise_bool,
+    reason = "without branches the comparisons of a chunk are one instruction"
+)]
 
 use std::cell::RefCell;
 
@@ -351,13 +359,14 @@ pub fn logprobs(logits: &Logits<'_>, chosen: &[i64], k: usize) -> Result<Vec<Row
             allowed,
         ));
     }
-    let mut rows: Vec<_> = chosen.iter().map(|&id| (id, None)).enumerate().collect();
+    let ids = chosen.iter().map(|&id| usize::try_from(id).unwrap_or_default());
+    let mut rows: Vec<_> = ids.map(|id| (id, None)).enumerate().collect();
     let estimated_ns = (chosen.len() * logits.vocab_size / DRAWN_PER_NS / pool::num_threads()) as u64;
     pool::for_each(&mut rows, estimated_ns, |(row, (id, place))| {
         SCRATCH.with_borrow_mut(|scratch| {
             Isa::best().run(RankRow {
                 logits: logits.row(*row),
-                chosen: usize::try_from(*id).expect("checked"),
+                chosen: *id,
                 k: k.min(logits.vocab_size),
                 scratch,
                 place,

@@ -290,8 +290,8 @@ impl Tile<'_> {
             } else {
                 folded[width]
             };
-            let factors = [folded[width] - largest_of_both, largest - largest_of_both];
-            let [before, after] = factors.map(|x| simd.exp2(simd.splat(x)));
+            let before = simd.exp2(simd.splat(folded[width] - largest_of_both));
+            let after = simd.exp2(simd.splat(largest - largest_of_both));
             for start in (0..width).step_by(LANES) {
                 let scaled = simd.mul(simd.load(vector_at(folded, start)), before);
                 let sum = simd.mul_add(simd.load(vector_at(partial, start)), after, scaled);

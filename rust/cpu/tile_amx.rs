@@ -30,6 +30,7 @@ use std::arch::x86_64::{
 use super::amx::{Amx, ROW_BYTES, TILE_LEN};
 use super::element::Dtype;
 use super::isa::{AlignedBuffer, LANES, Simd};
+use super::tensor::CacheView;
 use super::tile::Tile;
 use super::tile_loops::{SPLIT_LEN, Slots, partial_row_len, vector_at_mut};
 use super::x86::{Avx512, transpose_avx512};
@@ -113,16 +114,15 @@ pub(super) unsafe fn compute_split(
 ) {
     let (num_rows, width) = (tile.num_rows(), tile.head_dim());
     let row_len = partial_row_len(width);
-    let num_keys = tile.visible(num_rows - 1, split);
-    let unshared = tile.visible(0, split)..num_keys;
+    let all_keys = tile.visible(num_rows - 1, split);
+    let unshared = tile.visible(0, split)..all_keys;
     // SAFETY: passed on; these are positions that some row sees.
     if tile.tokens.len() > 1 && !unsafe { all_finite(tile, split, unshared) } {
         // SAFETY: passed on.
         return unsafe { compute_tokens(amx, tile, matrices, split, partial) };
     }
     amx.begin();
-    // SAFETY: passed on.
-    unsafe { pack_values(tile, split, num_keys, &mut matrices.values) };
+    let mut is_packed = false;
     for (group, partial) in partial.chunks_mut(TILE_LEN * row_len).enumerate() {
         let first = group * TILE_LEN;
         let count = TILE_LEN.min(num_rows - first);
@@ -132,6 +132,12 @@ pub(super) unsafe fn compute_split(
         if num_keys > 0 {
             // SAFETY: passed on.
             unsafe { score(amx, tile, matrices, split, (group, num_keys)) };
+            if !is_packed {
+                // The scores of the first rows have asked for the values.
+                // SAFETY: passed on.
+                unsafe { pack_values(tile, split, all_keys, &mut matrices.values) };
+                is_packed = true;
+            }
             let mut visible = [num_keys; LANES];
             for (lane, visible) in visible.iter_mut().enumerate().take(count) {
                 *visible = tile.visible(first + lane, split);
@@ -185,36 +191,70 @@ unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: std::ops::Range<u
         #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
         let row = unsafe { std::slice::from_raw_parts(row.cast::<u16>(), tile.head_dim()) };
         row.iter()
-            .fold(all, |all, bits| all & (bits & EXPONENT != EXPONENT))
+            .fold(all, |all, bits| all && bits & EXPONENT != EXPONENT)
     })
+}
+
+/// Address of the first of sixteen slots that lie in one block; the position is a multiple of sixteen.
+#[inline(always)]
+fn sixteen_slots(tile: &Tile<'_>, cache: &CacheView, position: usize) -> *const u8 {
+    let block = tile.table[position / cache.block_size];
+    let block = usize::try_from(block).expect("checked: no block id is negative");
+    cache.row(block, tile.kv_head, position % cache.block_size)
 }
 
 /// Interleaves the values of neighbouring positions; zeros fill up the last tiles.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn pack_values(tile: &Tile<'_>, split: usize, num_keys: usize, values: &mut AlignedBuffer) {
     let columns = tile.head_dim() / TILE_LEN;
-    let mut slots = Slots::new(&tile.value_cache, tile.table, tile.kv_head, split * SPLIT_LEN);
-    let mut next = |position: usize| (position < num_keys).then(|| slots.next_row()).flatten();
-    let chunk_len = columns * TILE_ELEMENTS;
-    let len = num_keys.div_ceil(DEPTH) * chunk_len;
-    for (chunk, packed) in values.slice(0..len).chunks_exact_mut(chunk_len).enumerate() {
-        for pair in 0..TILE_LEN {
-            let position = chunk * DEPTH + 2 * pair;
-            let rows = [next(position), next(position + 1)];
+    let cache = &tile.value_cache;
+    let stride = cache.slot_stride * cache.dtype.size();
+    let len = num_keys.div_ceil(DEPTH) * columns * TILE_ELEMENTS;
+    let values = values.slice(0..len);
+    for first in (0..num_keys.next_multiple_of(DEPTH)).step_by(TILE_LEN) {
+        // Eight pairs of rows of every tile of a chunk.
+        let start = first / DEPTH * columns * TILE_ELEMENTS + first % DEPTH / 2 * TILE_LEN;
+        let count = num_keys.saturating_sub(first).min(TILE_LEN);
+        let slots = if count > 0 {
+            sixteen_slots(tile, cache, split * SPLIT_LEN + first)
+        } else {
+            std::ptr::null()
+        };
+        for pair in 0..TILE_LEN / 2 {
+            let low = slots.wrapping_add(2 * pair * stride);
+            let high = low.wrapping_add(stride);
             for column in 0..columns {
-                let [low, high] = rows.map(|row| match row {
-                    // SAFETY: sixteen elements of a row, for which the caller vouches.
-                    Some(row) => unsafe {
-                        let address = row.wrapping_add(2 * TILE_LEN * column);
-                        _mm512_cvtepu16_epi32(_mm256_loadu_si256(address.cast()))
-                    },
-                    None => _mm512_setzero_si512(),
-                });
-                let both = _mm512_or_si512(low, _mm512_slli_epi32::<16>(high));
-                let place = vector_at_mut(packed, column * TILE_ELEMENTS + pair * TILE_LEN);
+                let offset = 2 * TILE_LEN * column;
+                let mut both = _mm512_setzero_si512();
+                if 2 * pair < count {
+                    // SAFETY: sixteen elements of a slot, for which the caller vouches.
+                    let narrow = unsafe { _mm256_loadu_si256(low.wrapping_add(offset).cast()) };
+                    both = _mm512_cvtepu16_epi32(narrow);
+                }
+                if 2 * pair + 1 < count {
+                    // SAFETY: as above.
+                    let narrow = unsafe { _mm256_loadu_si256(high.wrapping_add(offset).cast()) };
+                    both = _mm512_or_si512(both, _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)));
+                }
+                let place = vector_at_mut(values, start + column * TILE_ELEMENTS + pair * TILE_LEN);
                 // SAFETY: sixteen numbers.
                 unsafe { _mm512_storeu_si512(place.as_mut_ptr().cast(), both) };
             }
+        }
+    }
+}
+
+/// Asks for sixteen slots of keys and of values, if the tile sees the position.
+#[inline(always)]
+fn prefetch(simd: Avx512, tile: &Tile<'_>, cache: &CacheView, position: usize) {
+    if position >= tile.tokens[tile.tokens.len() - 1].visible {
+        return;
+    }
+    let slots = sixteen_slots(tile, cache, position);
+    let stride = cache.slot_stride * cache.dtype.size();
+    for slot in 0..TILE_LEN {
+        for byte in (0..2 * cache.head_dim).step_by(ROW_BYTES) {
+            simd.prefetch(slots.wrapping_add(slot * stride + byte));
         }
     }
 }
@@ -228,6 +268,7 @@ unsafe fn score(
     split: usize,
     (group, num_keys): (usize, usize),
 ) {
+    let simd = Avx512::from(amx);
     let chunks = tile.head_dim() / DEPTH;
     let queries = matrices
         .queries
@@ -235,20 +276,23 @@ unsafe fn score(
     let (cache, last) = (&tile.key_cache, (num_keys - 1) / TILE_LEN);
     let stride = cache.slot_stride * cache.dtype.size();
     for first in (0..=last).step_by(NUM_SUMS) {
-        let keys: [*const u8; NUM_SUMS] = std::array::from_fn(|idx| {
+        let mut keys = [std::ptr::null(); NUM_SUMS];
+        for (idx, keys) in keys.iter_mut().enumerate() {
             // Behind the last group its scores are computed again, where nobody reads them.
             let position = split * SPLIT_LEN + (first + idx).min(last) * TILE_LEN;
-            let block = tile.table[position / cache.block_size];
-            let block = usize::try_from(block).expect("checked: no block id is negative");
-            cache
-                .row(block, tile.kv_head, position % cache.block_size)
-                .cast_const()
-        });
+            *keys = sixteen_slots(tile, cache, position);
+            if group == 0 && first + idx <= last {
+                prefetch(simd, tile, &tile.value_cache, position);
+                prefetch(simd, tile, cache, position + NUM_SUMS * TILE_LEN);
+            }
+        }
         amx.clear();
-        for (chunk, queries) in queries.chunks_exact(TILE_ELEMENTS).enumerate() {
-            let keys = keys.map(|address| address.wrapping_add(chunk * ROW_BYTES));
+        for queries in queries.chunks_exact(TILE_ELEMENTS) {
             // SAFETY: sixteen slots of one block, and a tile of queries.
             unsafe { amx.add_products_of_lefts(keys, stride, queries.as_ptr().cast()) };
+            for keys in &mut keys {
+                *keys = keys.wrapping_add(ROW_BYTES);
+            }
         }
         let start = first * TILE_ELEMENTS;
         amx.store(matrices.scores.slice(start..start + NUM_SUMS * TILE_ELEMENTS));
@@ -283,11 +327,11 @@ fn soften(
     {
         let mut pairs = [simd.splat(0.0); LANES];
         for (pair, scores) in pairs.iter_mut().zip(scores.as_chunks::<2>().0) {
-            let [even, odd] = scores.map(|score| simd.exp2(simd.sub(simd.load(&score), largest)));
+            let even = simd.exp2(simd.sub(simd.load(&scores[0]), largest));
+            let odd = simd.exp2(simd.sub(simd.load(&scores[1]), largest));
             let both = round_pairs(even, odd);
-            let [even, odd] =
-                [_mm512_slli_epi32::<16>(both), high_halves(both)].map(|bits| _mm512_castsi512_ps(bits));
-            total = simd.add(simd.add(total, even), odd);
+            total = simd.add(total, _mm512_castsi512_ps(_mm512_slli_epi32::<16>(both)));
+            total = simd.add(total, _mm512_castsi512_ps(high_halves(both)));
             *pair = _mm512_castsi512_ps(both);
         }
         for (row, place) in simd.transpose(pairs).into_iter().zip(weights.as_chunks_mut().0) {

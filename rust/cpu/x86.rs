@@ -110,7 +110,7 @@ impl Simd for Avx512 {
     type V = __m512;
     const TILE_VECTORS: usize = 4;
 
-    #[inline(always)]
+    #[inline]
     fn amx(self) -> Option<Amx> {
         self.0
     }

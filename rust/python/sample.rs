@@ -27,6 +27,10 @@ unsafe fn logits<'a>(
 
 /// See `_core.pyi`. The caller vouches for the addresses.
 #[pyfunction]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "the arguments of the operation, one by one"
+)]
 pub(super) fn sample(
     py: Python<'_>,
     tokens: usize,
