@@ -22,6 +22,7 @@ pub mod batch;
 pub mod copy_blocks;
 pub mod element;
 pub mod isa;
+pub mod linear;
 pub mod pool;
 pub mod rope_cache;
 pub mod tensor;
