@@ -16,6 +16,7 @@ __all__ = [
     "Core",
     "Edge",
     "InvalidRequest",
+    "PackedLinear",
     "QueueFull",
     "StepHeader",
     "copy_blocks",
@@ -157,6 +158,48 @@ def num_threads() -> int:
 _Tensor = tuple[int, Sequence[int], Sequence[int]]
 # Address and number of dense int32.
 _Indices = tuple[int, int]
+
+@final
+class PackedLinear:
+    """Weights packed for the kernels: `pagedkv.ops.Ops.pack_linear`. Owns its memory; threads may share it."""
+
+    def __new__(
+        cls, parts: Sequence[tuple[int, int, int, int]], in_size: int, dtype: str, *, gated: bool = False
+    ) -> PackedLinear:
+        """Copies weights into panels, on all threads, without the GIL.
+
+        parts are (address of the weight [rows, in_size], rows, elements from a row to the next, address of
+        the dense bias [rows] or 0), all of `dtype` ("float32", "bfloat16" or "float16"). Raises ValueError if
+        there is nothing to pack, or if a gated weight is not two parts of one size.
+        """
+    @property
+    def in_size(self) -> int:
+        """Width of x."""
+    @property
+    def out_size(self) -> int:
+        """Width of the product."""
+    @property
+    def dtype(self) -> str:
+        """Type of the weights, as in `dtype` above."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the panels."""
+    @property
+    def arithmetic(self) -> str:
+        """How products are summed: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable"."""
+    def multiply(self, x: tuple[int, int, int, int], x_type: str, out: int, out_type: str) -> None:
+        """Writes the product [num_rows, out_size], dense, of `out_type`, to the address `out`.
+
+        x is (address, num_rows, width, elements from a row to the next), of the weight's type. The bits of a
+        row of the product depend on its row of x only, not on the others nor on the number of threads. Raises
+        ValueError where shape or type do not fit. The GIL is released when the call is expected to take a
+        millisecond or more.
+        """
+    def rows(self, row_ids: _Indices, out: int) -> None:
+        """Copies rows of the weight, [ids, in_size] of its type, dense, to the address `out`.
+
+        Raises ValueError for a row that is not there, and for a gated weight.
+        """
 
 def paged_attention(
     out: _Tensor,

@@ -55,6 +55,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     logger.info("loading %s from %s onto %s", source.name, source.path, device)
     loaded = load_model(source, config.dtype, device, progress=sys.stderr.isatty())
     logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
+    loaded.model.pack(ops, release=True, progress=sys.stderr.isatty())
     tokenizer = Tokenizer.load(source)
     model_config = loaded.config
     plan = plan_memory(config, loaded, device)

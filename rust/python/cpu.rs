@@ -30,13 +30,18 @@ impl From<InvalidArgument> for PyErr {
     }
 }
 
-fn dtype(name: &str) -> Result<Dtype, InvalidArgument> {
+pub(super) fn dtype(name: &str) -> Result<Dtype, InvalidArgument> {
     let allowed = "float32, bfloat16 or float16";
     Dtype::from_name(name).ok_or_else(|| InvalidArgument::new("dtype", name, allowed))
 }
 
 /// Turns an address into a pointer, if it can be one to elements of `size` bytes.
-fn pointer(name: &str, address: usize, size: usize, is_empty: bool) -> Result<*mut u8, InvalidArgument> {
+pub(super) fn pointer(
+    name: &str,
+    address: usize,
+    size: usize,
+    is_empty: bool,
+) -> Result<*mut u8, InvalidArgument> {
     if is_empty {
         return Ok(std::ptr::dangling_mut::<u32>().cast());
     }
@@ -103,14 +108,14 @@ fn cache(name: &str, dtype: Dtype, tensor: Tensor<4>) -> Result<CacheView, Inval
 
 /// # Safety
 /// The memory is readable and unchanged for as long as the result is used.
-unsafe fn numbers<'a, T>(name: &str, (address, len): Indices) -> Result<&'a [T], InvalidArgument> {
+pub(super) unsafe fn numbers<'a, T>(name: &str, (address, len): Indices) -> Result<&'a [T], InvalidArgument> {
     let start = pointer(name, address, size_of::<T>(), len == 0)?;
     // SAFETY: the caller vouches for the memory; the pointer is aligned, also where there is nothing to read.
     Ok(unsafe { std::slice::from_raw_parts(start.cast::<T>(), len) })
 }
 
 /// Runs a kernel with or without the GIL.
-fn run(py: Python<'_>, estimated_ns: u64, kernel: impl FnOnce() + Send) {
+pub(super) fn run(py: Python<'_>, estimated_ns: u64, kernel: impl FnOnce() + Send) {
     if estimated_ns < KEEP_GIL_NS {
         kernel();
     } else {

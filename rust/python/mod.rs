@@ -5,6 +5,8 @@ mod core;
 mod cpu;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
+mod linear;
 
 use pyo3::prelude::*;
 
@@ -19,4 +21,6 @@ mod _core {
     };
     #[pymodule_export]
     use super::edge::{Edge, InvalidRequest, QueueFull};
+    #[pymodule_export]
+    use super::linear::PackedLinear;
 }

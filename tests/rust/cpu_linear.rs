@@ -235,11 +235,13 @@ proptest! {
             let weights = Weights::random(dtype, &[num_rows], in_size, false, false);
             for arithmetic in Arithmetic::available(dtype) {
                 let packed = weights.pack(arithmetic);
-                let out = Rows::filled(dtype, num_rows, in_size, 2);
+                let out = Rows::filled(dtype, num_rows, in_size, 0);
+                let ids: Vec<i32> = (0..num_rows).rev().map(|row| i32::try_from(row).unwrap()).collect();
+                packed.check_rows(&ids).unwrap();
+                // SAFETY: checked, and `out` has a row for each.
+                unsafe { packed.copy_rows(&ids, out.view(0, num_rows).address) };
                 for row in 0..num_rows {
-                    // SAFETY: the row exists, and `out` is wide enough.
-                    unsafe { packed.copy_row(row, out.view(row, 1).address) };
-                    prop_assert_eq!(out.bits(row), weights.parts[0].bits(row));
+                    prop_assert_eq!(out.bits(num_rows - 1 - row), weights.parts[0].bits(row));
                 }
             }
         }
@@ -332,6 +334,10 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(
         refusal(x.view(0, 3), out.view(0, 2)),
         "shape of out is [2, 20], allowed: [3, 20]"
+    );
+    assert_eq!(
+        packed.check_rows(&[3, 20]).unwrap_err().to_string(),
+        "row_ids[1] is 20, allowed: 0 to 19"
     );
     let part = |num_rows| Part {
         weight: std::ptr::null(),

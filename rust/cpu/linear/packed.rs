@@ -199,21 +199,43 @@ impl PackedWeight {
             .wrapping_add(panel * self.panel_bytes())
     }
 
-    /// Copies row `row` of the weight, `[K]` of its type, to `out`: what an embedding reads that shares its weight with
-    /// the output layer, so that the weight is held once.
+    /// Refuses rows that the weight does not have, and weights whose rows are no longer apart.
+    ///
+    /// # Errors
+    /// The first row that is not there.
+    pub fn check_rows(&self, row_ids: &[i32]) -> Result<(), InvalidArgument> {
+        if self.is_gated {
+            return Err(InvalidArgument::new("weight", "gated", "one that is not"));
+        }
+        let outside = |&id: &i32| !usize::try_from(id).is_ok_and(|id| id < self.out_size);
+        match row_ids.iter().position(outside) {
+            Some(idx) => Err(InvalidArgument::new(
+                format!("row_ids[{idx}]"),
+                row_ids[idx],
+                format!("0 to {}", self.out_size - 1),
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Copies rows of the weight, `[K]` each of its type, to `out`, one after the other: what an embedding reads that
+    /// shares its weight with the output layer, so that the weight is held once.
     ///
     /// # Safety
-    /// `row` is below `out_size`, the weight is not gated, and `out` is writable for `in_size` elements.
-    pub unsafe fn copy_row(&self, row: usize, out: *mut u8) {
-        debug_assert!(row < self.out_size && !self.is_gated);
-        let panel = self.panel(row / LANES);
-        match self.dtype {
-            // SAFETY: the panel is `depth` elements deep; the caller vouches for `out`.
-            Dtype::F32 => unsafe { self.copy_lane::<u32>(panel.cast(), row % LANES, out.cast()) },
-            // SAFETY: as above.
-            Dtype::Bf16 | Dtype::F16 => unsafe {
-                self.copy_lane::<u16>(panel.cast(), row % LANES, out.cast());
-            },
+    /// The rows passed `check_rows`; `out` is writable for `in_size` elements each, and nobody else accesses it.
+    pub unsafe fn copy_rows(&self, row_ids: &[i32], out: *mut u8) {
+        let row_bytes = self.in_size * self.dtype.size();
+        for (idx, &row) in row_ids.iter().enumerate() {
+            let row = usize::try_from(row).expect("checked");
+            let (panel, out) = (self.panel(row / LANES), out.wrapping_add(idx * row_bytes));
+            match self.dtype {
+                // SAFETY: the panel is `depth` elements deep; the caller vouches for `out`.
+                Dtype::F32 => unsafe { self.copy_lane::<u32>(panel.cast(), row % LANES, out.cast()) },
+                // SAFETY: as above.
+                Dtype::Bf16 | Dtype::F16 => unsafe {
+                    self.copy_lane::<u16>(panel.cast(), row % LANES, out.cast());
+                },
+            }
         }
     }
 
