@@ -161,7 +161,7 @@ _Indices = tuple[int, int]
 
 @final
 class PackedLinear:
-    """Weights packed for the kernels: `pagedkv.ops.Ops.pack_linear`. Owns its memory; threads may share it."""
+    """Weights packed for the kernels: `pagedkv.ops.Ops.pack_linear`. Owns its memory; shared by threads."""
 
     def __new__(
         cls, parts: Sequence[tuple[int, int, int, int]], in_size: int, dtype: str, *, gated: bool = False

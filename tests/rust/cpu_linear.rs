@@ -11,10 +11,10 @@ const TYPES: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
 /// Rows of a type, with a gap of NaN behind each.
 struct Rows {
     dtype: Dtype,
-    num_rows: usize,
+    len: usize,
     width: usize,
     row_stride: usize,
-    bytes: Vec<u64>,
+    words: Vec<u64>,
 }
 
 impl Rows {
@@ -22,10 +22,10 @@ impl Rows {
         let len = num_rows * (width + gap);
         let mut rows = Self {
             dtype,
-            num_rows,
+            len: num_rows,
             width,
             row_stride: width + gap,
-            bytes: vec![0; (len * dtype.size()).div_ceil(8)],
+            words: vec![0; (len * dtype.size()).div_ceil(8)],
         };
         (0..len).for_each(|idx| rows.set(idx, f32::NAN));
         rows
@@ -50,26 +50,26 @@ impl Rows {
     }
 
     fn set(&mut self, idx: usize, value: f32) {
-        let address = self.bytes.as_mut_ptr().cast::<u8>();
+        let words = self.words.as_mut_ptr();
         // SAFETY: idx is below the length.
         unsafe {
             match self.dtype {
-                Dtype::F32 => *address.cast::<f32>().add(idx) = value,
-                Dtype::Bf16 => *address.cast::<bf16>().add(idx) = bf16::from_f32(value),
-                Dtype::F16 => *address.cast::<f16>().add(idx) = f16::from_f32(value),
+                Dtype::F32 => *words.cast::<f32>().add(idx) = value,
+                Dtype::Bf16 => *words.cast::<bf16>().add(idx) = bf16::from_f32(value),
+                Dtype::F16 => *words.cast::<f16>().add(idx) = f16::from_f32(value),
             }
         }
     }
 
     fn get(&self, row: usize, column: usize) -> f32 {
         let idx = row * self.row_stride + column;
-        let address = self.bytes.as_ptr().cast::<u8>();
+        let words = self.words.as_ptr();
         // SAFETY: idx is below the length.
         unsafe {
             match self.dtype {
-                Dtype::F32 => *address.cast::<f32>().add(idx),
-                Dtype::Bf16 => (*address.cast::<bf16>().add(idx)).to_f32(),
-                Dtype::F16 => (*address.cast::<f16>().add(idx)).to_f32(),
+                Dtype::F32 => *words.cast::<f32>().add(idx),
+                Dtype::Bf16 => (*words.cast::<bf16>().add(idx)).to_f32(),
+                Dtype::F16 => (*words.cast::<f16>().add(idx)).to_f32(),
             }
         }
     }
@@ -83,7 +83,7 @@ impl Rows {
     fn view(&self, first_row: usize, num_rows: usize) -> Matrix {
         let offset = first_row * self.row_stride * self.dtype.size();
         Matrix {
-            address: self.bytes.as_ptr().cast::<u8>().wrapping_add(offset).cast_mut(),
+            address: self.words.as_ptr().cast::<u8>().wrapping_add(offset).cast_mut(),
             dtype: self.dtype,
             num_rows,
             width: self.width,
@@ -119,13 +119,13 @@ impl Weights {
             .iter()
             .enumerate()
             .map(|(idx, part)| Part {
-                weight: part.bytes.as_ptr().cast(),
-                num_rows: part.num_rows,
+                weight: part.words.as_ptr().cast(),
+                num_rows: part.len,
                 row_stride: part.row_stride,
                 bias: self
                     .biases
                     .get(idx)
-                    .map_or(std::ptr::null(), |bias| bias.bytes.as_ptr().cast()),
+                    .map_or(std::ptr::null(), |bias| bias.words.as_ptr().cast()),
             })
             .collect();
         // SAFETY: the parts are whole.
@@ -154,7 +154,7 @@ impl Weights {
                 .map_or(0.0, |bias| f64::from(bias.get(0, column)))
         };
         if self.is_gated {
-            return (0..self.parts[0].num_rows)
+            return (0..self.parts[0].len)
                 .map(|column| {
                     let (gate, up) = (product(0, column), product(1, column));
                     gate / (1.0 + (-gate).exp()) * up
@@ -162,7 +162,7 @@ impl Weights {
                 .collect();
         }
         (0..self.parts.len())
-            .flat_map(|part| (0..self.parts[part].num_rows).map(move |column| (part, column)))
+            .flat_map(|part| (0..self.parts[part].len).map(move |column| (part, column)))
             .map(|(part, column)| product(part, column))
             .collect()
     }
@@ -193,7 +193,7 @@ fn assert_near(weights: &Weights, x: &Rows, out: &Rows, context: &str) {
         Dtype::Bf16 => 4.1e-3,
         Dtype::F16 => 5e-4,
     };
-    for row in 0..x.num_rows {
+    for row in 0..x.len {
         for (column, exact) in weights.multiply(x, row).into_iter().enumerate() {
             let got = f64::from(out.get(row, column));
             let allowed = resolution * exact.abs() + 4e-7 * x.width as f64 * (1.0 + exact.abs().sqrt());

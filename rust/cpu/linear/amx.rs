@@ -38,6 +38,7 @@ impl Amx {
 
     /// Calls `work` on this thread, and gives the tiles up afterwards: the system saves their 8 KB whenever it stops a
     /// thread that has them.
+    #[expect(clippy::unused_self, reason = "the value proves the instructions")]
     pub(super) fn with_tiles(self, work: impl FnOnce(Tiles<'_>)) {
         let shape = Cell::new((0, 0));
         work(Tiles { shape: &shape });

@@ -51,8 +51,8 @@ impl Arithmetic {
 
     /// The one that a process uses.
     pub fn best(dtype: Dtype) -> Self {
-        let best = Self::available(dtype).pop();
-        best.expect("plain Rust runs everywhere")
+        let plain = Self::Fma(Isa::best());
+        Self::available(dtype).pop().unwrap_or(plain)
     }
 
     /// Its name.

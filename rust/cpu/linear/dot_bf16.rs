@@ -3,9 +3,11 @@
 
 use std::arch::is_x86_feature_detected as has;
 use std::arch::x86_64::{
-    __m512bh, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps,
-    _mm512_storeu_ps,
+    __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set1_epi32,
+    _mm512_setzero_ps, _mm512_storeu_ps,
 };
+
+use std::mem::transmute;
 
 use super::piece::{MicroKernel, Tile};
 use crate::cpu::isa::LANES;
@@ -49,9 +51,9 @@ unsafe fn multiply<const R: usize, const P: usize>(tile: &Tile) {
             }
             for (row, sums) in sums.iter_mut().enumerate() {
                 let pair = x.wrapping_add(row * tile.x_stride).cast::<i32>().read_unaligned();
-                let pairs = std::mem::transmute::<_, __m512bh>(_mm512_set1_epi32(pair));
+                let pairs = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(pair));
                 for (sum, column) in sums.iter_mut().zip(columns) {
-                    *sum = _mm512_dpbf16_ps(*sum, pairs, std::mem::transmute::<_, __m512bh>(column));
+                    *sum = _mm512_dpbf16_ps(*sum, pairs, transmute::<__m512i, __m512bh>(column));
                 }
             }
         }

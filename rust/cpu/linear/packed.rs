@@ -226,7 +226,7 @@ impl PackedWeight {
     pub unsafe fn copy_rows(&self, row_ids: &[i32], out: *mut u8) {
         let row_bytes = self.in_size * self.dtype.size();
         for (idx, &row) in row_ids.iter().enumerate() {
-            let row = usize::try_from(row).expect("checked");
+            let row = row.unsigned_abs() as usize; // Checked: not negative.
             let (panel, out) = (self.panel(row / LANES), out.wrapping_add(idx * row_bytes));
             match self.dtype {
                 // SAFETY: the panel is `depth` elements deep; the caller vouches for `out`.

@@ -89,16 +89,15 @@ impl Piece<'_> {
     fn multiply<S: Simd, M: MicroKernel>(&self, simd: S, kernel: M) {
         let mut sums = AlignedBuffer::default();
         let num_rows = self.rows.len().min(ROWS_PER_CHUNK);
-        let max_panels = kernel.max_panels(num_rows);
         // Gated columns come in pairs of panels, and both must be there when the sums are complete.
-        let group = max_panels.next_multiple_of(2);
+        let group = kernel.max_panels(num_rows).next_multiple_of(2);
         sums.reserve(num_rows * group * LANES);
         for first_row in self.rows.clone().step_by(ROWS_PER_CHUNK) {
             let rows = first_row..self.rows.end.min(first_row + ROWS_PER_CHUNK);
             for first_panel in self.panels.clone().step_by(group) {
                 let panels = first_panel..self.panels.end.min(first_panel + group);
                 let sums = sums.slice(0..num_rows * group * LANES);
-                self.multiply_group(simd, kernel, max_panels, rows.clone(), panels, sums);
+                self.multiply_group(simd, kernel, rows.clone(), panels, sums);
             }
         }
     }
@@ -109,7 +108,6 @@ impl Piece<'_> {
         &self,
         simd: S,
         kernel: M,
-        max_panels: usize,
         rows: Range<usize>,
         panels: Range<usize>,
         sums: &mut [f32],
@@ -117,6 +115,7 @@ impl Piece<'_> {
         let weight = self.call.weight;
         let depth = weight.depth();
         let stride = panels.len() * LANES;
+        let max_panels = kernel.max_panels(rows.len());
         let block = block_len(rows.len(), M::MAX_ROWS);
         let max_depth = if rows.len() > block { M::MAX_DEPTH } else { depth };
         for first_k in (0..depth).step_by(max_depth) {
