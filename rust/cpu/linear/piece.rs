@@ -118,8 +118,9 @@ impl Piece<'_> {
         let max_panels = kernel.max_panels(rows.len());
         let block = block_len(rows.len(), M::MAX_ROWS);
         let max_depth = if rows.len() > block { M::MAX_DEPTH } else { depth };
-        for first_k in (0..depth).step_by(max_depth) {
-            let next_k = depth.min(first_k + max_depth);
+        let cut = block_len(depth, max_depth).next_multiple_of(weight.arithmetic().step());
+        for first_k in (0..depth).step_by(cut) {
+            let next_k = depth.min(first_k + cut);
             for first in rows.clone().step_by(block) {
                 let block_rows = first..rows.end.min(first + block);
                 let sums = &mut sums[(first - rows.start) * stride..];
@@ -197,8 +198,8 @@ fn gate<S: Simd>(simd: S, sums: &mut [f32]) {
     }
 }
 
-/// Rows of a block, so that `num_rows` are cut into as few and as equal blocks as `max_rows` allows.
+/// The length of a block when `len` is cut into as few and as equal blocks as `max_len` allows.
 #[inline(always)]
-fn block_len(num_rows: usize, max_rows: usize) -> usize {
-    num_rows.div_ceil(num_rows.div_ceil(max_rows))
+fn block_len(len: usize, max_len: usize) -> usize {
+    len.div_ceil(len.div_ceil(max_len))
 }
