@@ -1,8 +1,9 @@
-//! How long a client's thread is held by `submit` and `abort` while another thread takes steps all the time.
+//! How long a client's thread is held by a request while another thread takes steps all the time: `prepare`, which
+//! checks and hashes a prompt and allocates, `push` of what was prepared, `abort`, and `submit`, which is `prepare` and
+//! `push` in one.
 //!
-//! Neither call waits for the step, so what is measured is a few atomic operations and, in `submit`, two small
-//! allocations. The quantiles are of single calls, timer included (about 20 ns); on fewer free cores than threads the
-//! far tail is the operating system's.
+//! No call waits for the step; `push` and `abort` are a few atomic operations. The quantiles are of single calls, timer
+//! included (about 20 ns); on fewer free cores than threads the far tail is the operating system's.
 //!
 //! `cargo bench --bench edge`
 
@@ -22,11 +23,11 @@ use std::time::{Duration, Instant};
 
 use pagedkv::block::Eviction;
 use pagedkv::config::CoreConfig;
-use pagedkv::error::SubmitError;
 use pagedkv::sched::{Edge, SamplingParams, Scheduler};
 
 const NUM_CALLS: usize = 200_000;
 const NUM_DECODING: u32 = 256;
+const PROMPT_LEN: usize = 1024;
 
 fn params(max_tokens: u32) -> SamplingParams {
     SamplingParams {
@@ -54,27 +55,43 @@ fn take_steps(mut scheduler: Scheduler, stop: &mpsc::Receiver<()>) -> u64 {
     num_steps
 }
 
-/// Times `submit` of a prepared prompt and `abort` of what it gave, one pair after another.
-fn time_calls(edge: &Edge) -> (Vec<u64>, Vec<u64>) {
-    let (mut submits, mut aborts) = (Vec::with_capacity(NUM_CALLS), Vec::with_capacity(NUM_CALLS));
-    while submits.len() < NUM_CALLS {
-        let (prompt, params) = (vec![3; 64], params(8));
-        let start = Instant::now();
-        let submitted = edge.submit(prompt, params, Vec::new());
-        let submitted_ns = start.elapsed().as_nanos() as u64;
-        match submitted {
-            Ok(id) => {
-                submits.push(submitted_ns);
-                let start = Instant::now();
-                edge.abort(id);
-                aborts.push(start.elapsed().as_nanos() as u64);
-            }
+/// The result of a call and its time in nanoseconds.
+fn timed<T>(call: impl FnOnce() -> T) -> (T, u64) {
+    let start = Instant::now();
+    let result = call();
+    (result, start.elapsed().as_nanos() as u64)
+}
+
+/// Times the calls, one request after another, every other one by `submit`.
+fn time_calls(edge: &Edge) -> [(&'static str, Vec<u64>); 4] {
+    let [mut prepares, mut pushes, mut aborts, mut submits] =
+        std::array::from_fn(|_| Vec::with_capacity(NUM_CALLS));
+    while aborts.len() < 2 * NUM_CALLS {
+        let (prompt, params) = (vec![3; PROMPT_LEN], params(8));
+        let id = if aborts.len().is_multiple_of(2) {
+            let (prepared, prepare_ns) = timed(|| edge.prepare(prompt, params, Vec::new()).unwrap());
+            let (pushed, push_ns) = timed(|| edge.push(prepared));
+            pushed.ok().inspect(|_| {
+                prepares.push(prepare_ns);
+                pushes.push(push_ns);
+            })
+        } else {
+            let (submitted, submit_ns) = timed(|| edge.submit(prompt, params, Vec::new()));
+            submitted.ok().inspect(|_| submits.push(submit_ns))
+        };
+        if let Some(id) = id {
+            aborts.push(timed(|| edge.abort(id)).1);
+        } else {
             // A refusal is quick as well, but it is not what is measured.
-            Err(SubmitError::QueueFull { .. }) => thread::sleep(Duration::from_micros(50)),
-            Err(error) => panic!("{error}"),
+            thread::sleep(Duration::from_micros(50));
         }
     }
-    (submits, aborts)
+    [
+        ("prepare", prepares),
+        ("push", pushes),
+        ("abort", aborts),
+        ("submit", submits),
+    ]
 }
 
 fn report(name: &str, mut times_ns: Vec<u64>) {
@@ -107,14 +124,15 @@ fn main() {
     let (stop, stopped) = mpsc::channel();
     let engine = thread::spawn(move || take_steps(scheduler, &stopped));
     let start = Instant::now();
-    let (submits, aborts) = time_calls(&edge);
+    let times = time_calls(&edge);
     let elapsed = start.elapsed();
     stop.send(()).unwrap();
     let num_steps = engine.join().unwrap();
     println!(
-        "{NUM_CALLS} pairs of calls beside {num_steps} steps in {:.1} s",
+        "{NUM_CALLS} calls of each kind beside {num_steps} steps in {:.1} s",
         elapsed.as_secs_f64()
     );
-    report("submit", submits);
-    report("abort", aborts);
+    for (name, times_ns) in times {
+        report(name, times_ns);
+    }
 }

@@ -92,18 +92,20 @@ impl BlockPool {
         }
     }
 
-    /// Adds a table to the holders of a block of a hit: a request came back to it.
+    /// Adds a table to the holders of a block of a hit. `is_turn`: a request came back to it.
     #[inline]
-    pub(super) fn reuse(&mut self, block: BlockId) {
+    pub(super) fn reuse(&mut self, block: BlockId, is_turn: bool) {
         let age = self.num_allocations - self.idle.since(block);
         let node = &mut self.index.nodes[block.index()];
         let class = usize::from(node.num_turns);
         if !node.is_held() {
-            self.turns.hit(class, age);
+            if is_turn {
+                self.turns.hit(class, age);
+            }
             self.idle.remove(block);
         }
         node.num_tables += 1;
-        if self.eviction == Eviction::Turn && class + 1 < NUM_CLASSES {
+        if is_turn && self.eviction == Eviction::Turn && class + 1 < NUM_CLASSES {
             node.num_turns += 1;
         }
     }

@@ -4,12 +4,15 @@
 //! prompts built to collide), not cryptographic strength. The fold is of the wyhash class: 64x64 -> 128 bit
 //! products, halves xored.
 
+use super::root::Namespace;
+
 /// Tokens taken by one round of the fold.
 const ROUND_TOKENS: usize = 16;
 
-/// Hashes blocks and namespaces under the key of this process.
+/// Hashes blocks and namespaces under the key of this process. A copy of the pool's hashes prompts on the threads
+/// that bring them: what comes out depends on key, namespace and tokens alone.
 #[derive(Clone, PartialEq, Eq)]
-pub(super) struct BlockHasher {
+pub struct BlockHasher {
     key: [u64; 4],
     /// Test hook: every hash is zero, so that only the comparison of tokens and parent tells blocks apart.
     degenerate: bool,
@@ -18,6 +21,24 @@ pub(super) struct BlockHasher {
 impl BlockHasher {
     pub(super) fn new(key: [u64; 4], degenerate: bool) -> Self {
         Self { key, degenerate }
+    }
+
+    /// Chained hashes of the full blocks of a prompt, as [`super::BlockPool::extend_hashes`] gives them.
+    pub fn prompt(&self, namespace: &Namespace<'_>, tokens: &[u32], block_size: u32) -> Vec<u64> {
+        let mut hashes = Vec::new();
+        self.extend(self.root(&namespace.key()), tokens, block_size, &mut hashes);
+        hashes
+    }
+
+    /// Appends the hashes of the full blocks of `tokens` that are missing; `root` is where the chain starts.
+    pub(super) fn extend(&self, root: u64, tokens: &[u32], block_size: u32, hashes: &mut Vec<u64>) {
+        let size = block_size as usize;
+        let mut hash = hashes.last().copied().unwrap_or(root);
+        let missing = tokens.get(hashes.len() * size..).unwrap_or(&[]);
+        hashes.extend(missing.chunks_exact(size).map(|block| {
+            hash = self.block(hash, block);
+            hash
+        }));
     }
 
     /// Hash of the root of a namespace, given by its key: where the chain of its first block starts. The length is part of the hash.

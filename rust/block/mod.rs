@@ -48,6 +48,7 @@ mod table;
 mod turn;
 
 pub use config::{Eviction, PoolConfig};
+pub use hash::BlockHasher;
 pub use pool::{BlockPool, BlockState};
 pub use prefix::{Parent, PrefixHit};
 pub use root::{Namespace, RootId};

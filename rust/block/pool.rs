@@ -243,13 +243,33 @@ impl BlockPool {
     /// Finds the longest chain of published blocks that starts `tokens` under `root`. Changes nothing in the
     /// pool, in particular not the order of eviction.
     pub fn lookup(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
-        hit.blocks.clear();
         hit.hashes.clear();
+        self.extend_hashes(root, tokens, &mut hit.hashes);
+        self.probe(root, tokens, hit);
+    }
+
+    /// Appends the hashes of those full blocks of `tokens` under `root` that `hashes` lacks; what it has must be the
+    /// hashes of the first ones. Without prefix caching there are none.
+    pub fn extend_hashes(&self, root: RootId, tokens: &[u32], hashes: &mut Vec<u64>) {
+        if self.prefix_caching {
+            let start = self.index.chain_hash(Parent::Root(root));
+            self.index.hasher.extend(start, tokens, self.block_size, hashes);
+        }
+    }
+
+    /// [`Self::lookup`] for whoever has the hashes of all full blocks already, in `hit.hashes`. Wrong ones find
+    /// nothing, and never anything wrong.
+    pub fn probe(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
+        hit.blocks.clear();
         hit.num_idle = 0;
         if self.prefix_caching {
-            self.index.lookup(root, tokens, hit);
-            hit.num_idle = self.num_idle_among(&hit.blocks);
+            self.index.probe(root, tokens, hit);
         }
+    }
+
+    /// The hash of this pool, for other threads.
+    pub fn hasher(&self) -> BlockHasher {
+        self.index.hasher.clone()
     }
 
     /// How many of some published blocks are idle.

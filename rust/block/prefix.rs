@@ -64,6 +64,9 @@ pub struct PrefixHit {
     pub hashes: Vec<u64>,
     /// How many of `blocks` are idle: taking them up costs capacity as an allocation does.
     pub num_idle: u32,
+    /// Whether the blocks are taken up by a sequence that only lost its own: then no request came back to them, and
+    /// the policy of eviction learns nothing. Set by the caller.
+    pub is_resumed: bool,
 }
 
 /// A block: what the index knows of it, all zero while it is not published, and who holds it. Both lie together
@@ -105,13 +108,21 @@ impl Node {
     }
 }
 
-/// Whether two blocks have the same tokens: line by line, which is faster than a call for so few bytes.
+/// Whether two blocks have the same tokens: line by line without a branch in between, since the comparison of arrays
+/// becomes a call, which costs more than comparing so few bytes.
 #[inline]
 fn are_equal(one: &[u32], other: &[u32]) -> bool {
     let (lines, rest) = one.as_chunks::<LINE_TOKENS>();
     let (other_lines, other_rest) = other.as_chunks::<LINE_TOKENS>();
+    let is_same_line = |(one, other): (&[u32; LINE_TOKENS], &[u32; LINE_TOKENS])| {
+        let differing = one
+            .iter()
+            .zip(other)
+            .fold(0, |bits, (one, other)| bits | (one ^ other));
+        differing == 0
+    };
     lines.len() == other_lines.len()
-        && lines.iter().zip(other_lines).all(|(one, other)| one == other)
+        && lines.iter().zip(other_lines).all(is_same_line)
         && rest.iter().eq(other_rest)
 }
 
@@ -205,16 +216,11 @@ impl PrefixIndex {
         })
     }
 
-    /// Fills in the hashes of all full blocks and the longest chain of nodes that matches them.
-    pub(super) fn lookup(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
+    /// Fills in the longest chain of nodes that matches the hashes, which are those of all full blocks.
+    pub(super) fn probe(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
+        hit.blocks.reserve(hit.hashes.len());
         let mut parent = Parent::Root(root);
-        let mut hash = self.chain_hash(parent);
-        let full_blocks = || tokens.chunks_exact(1 << self.shift);
-        hit.hashes.extend(full_blocks().map(|block| {
-            hash = self.hasher.block(hash, block);
-            hash
-        }));
-        for (idx, block) in full_blocks().enumerate() {
+        for (idx, block) in tokens.chunks_exact(1 << self.shift).enumerate() {
             if let Some(&ahead) = hit.hashes.get(idx + SLOT_AHEAD) {
                 self.table.prefetch(ahead);
             }
@@ -229,6 +235,7 @@ impl PrefixIndex {
             let Some(found) = self.find(hit.hashes[idx], parent, block) else {
                 break;
             };
+            hit.num_idle += u32::from(!self.nodes[found.index()].is_held());
             hit.blocks.push(found);
             parent = Parent::Block(found);
         }

@@ -66,6 +66,15 @@ impl BlockTable {
         &self.blocks
     }
 
+    /// The blocks as words of the arena. Block ids stay under 2^31, since slots have to fit an int32.
+    #[inline]
+    pub fn words(&self) -> &[i32] {
+        let blocks = self.blocks.as_slice();
+        // SAFETY: a `BlockId` is a transparent u32, so pointer and length describe as many i32 of the same layout, and
+        // every bit pattern is one. The slice borrows from `self` like the one it is made of.
+        unsafe { std::slice::from_raw_parts(blocks.as_ptr().cast::<i32>(), blocks.len()) }
+    }
+
     /// Number of blocks.
     #[inline]
     pub fn len(&self) -> u32 {
@@ -106,7 +115,7 @@ impl BlockTable {
         for (&block, &hash) in hit.blocks[..num_blocks as usize].iter().zip(&hit.hashes) {
             let current = pool.parent(block) == Some(parent) && pool.hash(block) == hash;
             assert!(current, "block {} of the hit has been evicted", block.0);
-            pool.reuse(block);
+            pool.reuse(block, !hit.is_resumed);
             self.blocks.push(block);
             parent = Parent::Block(block);
         }
@@ -138,7 +147,28 @@ impl BlockTable {
     ///
     /// # Panics
     /// If `num_computed` is beyond the table or beyond `num_tokens`.
+    #[inline]
     pub fn reserve(
+        &mut self,
+        pool: &mut BlockPool,
+        num_computed: u32,
+        num_tokens: u32,
+        copies: &mut Vec<(BlockId, BlockId)>,
+    ) -> Result<(), OutOfBlocks> {
+        if num_computed + 1 == num_tokens {
+            // A decode step, in most of which the block that it writes is at hand.
+            let first = self.blocks_within(num_computed);
+            let block = self.blocks.get(first as usize);
+            if block.is_some_and(|&block| pool.is_writable(block)) && first + 1 == self.len() {
+                self.num_published = self.num_published.min(first);
+                return Ok(());
+            }
+        }
+        self.reserve_range(pool, num_computed, num_tokens, copies)
+    }
+
+    /// [`Self::reserve`] in general.
+    fn reserve_range(
         &mut self,
         pool: &mut BlockPool,
         num_computed: u32,
@@ -240,7 +270,16 @@ impl BlockTable {
     ///
     /// # Panics
     /// If `num_computed` is beyond the table or beyond `tokens`.
+    #[inline]
     pub fn publish(&mut self, pool: &mut BlockPool, tokens: &[u32], num_computed: u32) {
+        // Most steps fill no block, and then nothing but the table's own counts is looked at.
+        if self.blocks_within(num_computed) > self.num_published {
+            self.publish_full(pool, tokens, num_computed);
+        }
+    }
+
+    /// [`Self::publish`] where there may be a block to publish.
+    fn publish_full(&mut self, pool: &mut BlockPool, tokens: &[u32], num_computed: u32) {
         let num_full = self.blocks_within(num_computed) as usize;
         assert!(
             num_full <= self.blocks.len(),

@@ -136,30 +136,40 @@ impl Scheduler {
     /// Starts a waiting sequence, or leaves everything as it was.
     fn admit(&mut self, idx: SeqIdx, budget: &Budget, round: &mut Round) -> Outcome {
         let mut table = self.look_up_prefix(idx, &mut round.hit);
-        let sequence = self.sequences.get(idx);
-        let next_block = round.hit.hashes.get(round.hit.blocks.len());
-        let outcome = if sequence.num_deferrals < MAX_DEFERRALS
-            && next_block.is_some_and(|hash| round.in_flight.contains(hash))
-        {
-            Outcome::Deferred
-        } else {
-            self.usable_hit(idx, &table, round)
-                .and_then(|num_computed| budget.part_of(idx, sequence, num_computed))
-                .map_or(Outcome::DoesNotFit, Outcome::Admitted)
-        };
+        let outcome = self.decide(idx, &table, budget, round);
         if let Outcome::Admitted(part) = outcome {
             self.start(part, table, &round.hit);
         } else {
             table.release(&mut self.pool);
         }
+        std::mem::swap(&mut self.sequences.get_mut(idx).hashes, &mut round.hit.hashes);
         outcome
     }
 
-    /// Looks for the sequence's tokens under the root of its salt, and opens a table there.
-    fn look_up_prefix(&mut self, idx: SeqIdx, hit: &mut PrefixHit) -> BlockTable {
+    /// What is to come of a waiting sequence, given what of it was found.
+    fn decide(&self, idx: SeqIdx, table: &BlockTable, budget: &Budget, round: &Round) -> Outcome {
         let sequence = self.sequences.get(idx);
+        let next_block = round.hit.hashes.get(round.hit.blocks.len());
+        if sequence.num_deferrals < MAX_DEFERRALS
+            && next_block.is_some_and(|hash| round.in_flight.contains(hash))
+        {
+            Outcome::Deferred
+        } else {
+            self.usable_hit(idx, table, round)
+                .and_then(|num_computed| budget.part_of(idx, sequence, num_computed))
+                .map_or(Outcome::DoesNotFit, Outcome::Admitted)
+        }
+    }
+
+    /// Looks for the sequence's tokens under the root of its salt, and opens a table there. The sequence's hashes go to
+    /// the hit.
+    fn look_up_prefix(&mut self, idx: SeqIdx, hit: &mut PrefixHit) -> BlockTable {
+        let sequence = self.sequences.get_mut(idx);
         let root = self.pool.root(&self.requests.of(sequence.request).request.salt);
-        self.pool.lookup(root, &sequence.tokens, hit);
+        std::mem::swap(&mut sequence.hashes, &mut hit.hashes);
+        hit.is_resumed = sequence.words.num_cached_tokens().is_some();
+        self.pool.extend_hashes(root, &sequence.tokens, &mut hit.hashes);
+        self.pool.probe(root, &sequence.tokens, hit);
         let table = BlockTable::new(root, &mut self.pool);
         self.pool.release_root(root);
         table
@@ -174,7 +184,6 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(part.seq);
         sequence.table = Some(table);
         sequence.num_computed = part.num_computed;
-        sequence.hashes.clone_from(&hit.hashes);
         self.queues.remove(sequence.tenant, sequence.key);
         self.queues.run(sequence.key, part.seq);
         self.count_hit(part.seq);
@@ -206,22 +215,20 @@ impl Scheduler {
         }
         let num_tokens_left = self.queues.running().map(|idx| {
             let sequence = self.sequences.get(idx);
-            let max_tokens = self.requests.of(sequence.request).request.params.max_tokens;
-            max_tokens - sequence.num_generated()
+            sequence.end_rule.max_tokens - sequence.num_generated()
         });
         policy::growth_margin(num_tokens_left, self.config.num_blocks, self.config.block_size)
     }
 
     /// Tokens found again after a preemption are no prefix hits: the cache only gives back what it took.
     fn count_hit(&mut self, idx: SeqIdx) {
-        let sequence = self.sequences.get(idx);
+        let sequence = self.sequences.get_mut(idx);
         let (num_tokens, num_hit) = (sequence.num_tokens(), sequence.num_computed);
-        let live = self.requests.of_mut(sequence.request);
-        if live.num_cached_tokens.is_some() {
+        if sequence.words.num_cached_tokens().is_some() {
             self.stats.recompute_hits += u64::from(num_hit);
             return;
         }
-        live.num_cached_tokens = Some(num_hit);
+        sequence.words.set_num_cached_tokens(num_hit);
         self.stats.prefix_queries += u64::from(num_tokens);
         self.stats.prefix_hits += u64::from(num_hit);
     }

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::block::{BlockHasher, Namespace};
 use crate::config::CoreConfig;
 use crate::error::SubmitError;
 use crate::ids::RequestId;
@@ -23,6 +24,7 @@ pub(super) struct Finish {
 /// What the engine thread and the others share.
 pub(super) struct Shared {
     pub(super) config: CoreConfig,
+    pub(super) hasher: BlockHasher,
     pub(super) finishes: PushChain<Finish>,
     pub(super) flags: RequestFlags,
     pub(super) parker: Parker,
@@ -33,42 +35,81 @@ pub(super) struct Shared {
 #[derive(Clone)]
 pub struct Edge {
     pub(super) shared: Arc<Shared>,
-    pub(super) inbox: Sender<Box<Request>>,
+    pub(super) inbox: Sender<Submission>,
 }
 
+/// What goes through the inbox.
+pub(super) type Submission = (RequestId, Box<Request>);
+
+/// A request that was checked and hashed, for the core that prepared it: all that is left is to queue it.
+#[must_use = "a request is served only once it is pushed"]
+#[derive(Debug)]
+pub struct Prepared(Box<Request>);
+
 impl Edge {
-    /// Queues a request.
+    /// Queues a request: [`Self::prepare`] and [`Self::push`] in one.
     ///
     /// # Errors
     /// `Invalid` when it can never be served, `QueueFull` when too many are in flight. Nothing has changed then.
-    ///
-    /// # Panics
-    /// If the inbox had fewer places than there are flag slots, which the scheduler's constructor rules out.
     pub fn submit(
         &self,
         prompt: Vec<u32>,
         params: SamplingParams,
         salt: Vec<u8>,
     ) -> Result<RequestId, SubmitError> {
-        let shared = &self.shared;
-        validate(&shared.config, &prompt, &params)?;
-        let capacity = shared.config.max_queued_requests;
-        let id = shared
-            .flags
-            .acquire()
-            .ok_or(SubmitError::QueueFull { capacity })?;
-        let request = Box::new(Request {
-            id,
+        let prepared = self.prepare(prompt, params, salt)?;
+        self.push(prepared).map_err(|_| SubmitError::QueueFull {
+            capacity: self.shared.config.max_queued_requests,
+        })
+    }
+
+    /// Checks a request and hashes its prompt: everything that takes the longer, the longer the prompt is. The
+    /// engine's thread only looks the hashes up, as often as it has to.
+    ///
+    /// # Errors
+    /// `Invalid` when it can never be served.
+    pub fn prepare(
+        &self,
+        prompt: Vec<u32>,
+        params: SamplingParams,
+        salt: Vec<u8>,
+    ) -> Result<Prepared, SubmitError> {
+        let config = &self.shared.config;
+        validate(config, &prompt, &params)?;
+        let namespace = Namespace {
+            salt: &salt,
+            ..Namespace::default()
+        };
+        let hashes = if config.prefix_caching {
+            self.shared.hasher.prompt(&namespace, &prompt, config.block_size)
+        } else {
+            Vec::new()
+        };
+        Ok(Prepared(Box::new(Request {
             prompt,
+            hashes,
             params,
             salt,
-        });
+        })))
+    }
+
+    /// Queues a prepared request, with a few atomic operations.
+    ///
+    /// # Errors
+    /// Gives the request back when too many are in flight. Nothing has changed then.
+    ///
+    /// # Panics
+    /// If the inbox had fewer places than there are flag slots, which the scheduler's constructor rules out.
+    pub fn push(&self, prepared: Prepared) -> Result<RequestId, Prepared> {
+        let Some(id) = self.shared.flags.acquire() else {
+            return Err(prepared);
+        };
         // The ring has a place for every flag slot, and a slot is retired only after its request was taken out.
         assert!(
-            self.inbox.push(request).is_ok(),
+            self.inbox.push((id, prepared.0)).is_ok(),
             "who holds a flag slot has a place in the ring"
         );
-        shared.parker.unpark();
+        self.shared.parker.unpark();
         Ok(id)
     }
 

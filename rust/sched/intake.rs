@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use crate::ids::RequestId;
 
-use super::edge::Finish;
+use super::edge::{Finish, Submission};
 use super::live::LiveRequest;
 use super::queues::QueueKey;
-use super::request::{FinishReason, Request};
+use super::request::FinishReason;
 use super::scheduler::Scheduler;
-use super::sequence::Sequence;
+use super::sequence::{EndRule, Sequence};
+use super::step::RowWords;
 
 /// Requests that one step takes in at most. Without a bound a client that submits and aborts as fast as it can would
 /// keep the step from being taken.
@@ -20,9 +21,9 @@ impl Scheduler {
     pub(super) fn drain(&mut self) {
         let mut num_arrivals = 0;
         while num_arrivals < MAX_ARRIVALS_PER_STEP
-            && let Some(request) = self.inbox.pop()
+            && let Some(submission) = self.inbox.pop()
         {
-            self.enqueue(request);
+            self.enqueue(submission);
             num_arrivals += 1;
         }
         if num_arrivals == MAX_ARRIVALS_PER_STEP {
@@ -34,7 +35,7 @@ impl Scheduler {
             self.finish_outside(finish);
         }
         if shared.flags.take_any_aborted() {
-            let ids = self.requests.iter().map(|live| live.request.id);
+            let ids = self.requests.iter().map(|live| live.id);
             let aborted: Vec<RequestId> = ids.filter(|&id| shared.flags.is_aborted(id)).collect();
             for id in aborted {
                 self.end_request(id, FinishReason::Abort);
@@ -42,8 +43,7 @@ impl Scheduler {
         }
     }
 
-    fn enqueue(&mut self, mut request: Box<Request>) {
-        let id = request.id;
+    fn enqueue(&mut self, (id, mut request): Submission) {
         let tokens = std::mem::take(&mut request.prompt);
         let tenant = self.tenants.enter(&request.salt);
         let key = QueueKey {
@@ -56,6 +56,8 @@ impl Scheduler {
             request: id,
             tenant,
             key,
+            words: RowWords::new(id, &request.params),
+            end_rule: EndRule::new(&request.params),
             prompt_len: u32::try_from(tokens.len()).expect("submit bounds the prompt"),
             tokens,
             num_computed: 0,
@@ -63,7 +65,7 @@ impl Scheduler {
             pending_forks: request.params.n - 1,
             num_computed_before: 0,
             num_preemptions: 0,
-            hashes: Vec::new(),
+            hashes: std::mem::take(&mut request.hashes),
             num_passed: 0,
             num_deferrals: 0,
             num_admitted_before: self.num_admitted,
@@ -71,9 +73,9 @@ impl Scheduler {
         });
         self.queues.wait(tenant, key, idx);
         self.requests.insert(LiveRequest {
+            id,
             request,
             sequences: vec![idx],
-            num_cached_tokens: None,
         });
         // An abort that came before this moment was raised for a request which no scan could find yet.
         if self.edge.shared.flags.is_aborted(id) {

@@ -7,11 +7,10 @@ use super::slab::SeqIdx;
 
 #[derive(Debug)]
 pub(super) struct LiveRequest {
+    pub(super) id: RequestId,
     pub(super) request: Box<Request>,
     /// Its sequences: one until the prompt is computed, then one per sample that has not ended.
     pub(super) sequences: Vec<SeqIdx>,
-    /// Prompt tokens that the first admission found in the cache. None before it.
-    pub(super) num_cached_tokens: Option<u32>,
 }
 
 #[derive(Debug)]
@@ -27,7 +26,7 @@ impl LiveRequests {
     }
 
     pub(super) fn insert(&mut self, live: LiveRequest) {
-        let slot = live.request.id.slot() as usize;
+        let slot = live.id.slot() as usize;
         let before = self.slots[slot].replace(live);
         assert!(before.is_none(), "a flag slot belongs to one live request");
     }
@@ -35,7 +34,7 @@ impl LiveRequests {
     pub(super) fn remove(&mut self, id: RequestId) {
         let ended = self.slots[id.slot() as usize].take();
         assert!(
-            ended.is_some_and(|live| live.request.id == id),
+            ended.is_some_and(|live| live.id == id),
             "only a live request ends"
         );
     }
@@ -44,7 +43,7 @@ impl LiveRequests {
     pub(super) fn find(&self, id: RequestId) -> Option<&LiveRequest> {
         self.slots[id.slot() as usize]
             .as_ref()
-            .filter(|live| live.request.id == id)
+            .filter(|live| live.id == id)
     }
 
     /// The request of a live sequence.
@@ -55,7 +54,7 @@ impl LiveRequests {
     /// The request of a live sequence.
     pub(super) fn of_mut(&mut self, id: RequestId) -> &mut LiveRequest {
         let live = self.slots[id.slot() as usize].as_mut();
-        live.filter(|live| live.request.id == id)
+        live.filter(|live| live.id == id)
             .expect("a live sequence has a live request")
     }
 

@@ -29,7 +29,7 @@ mod sequence;
 mod slab;
 mod step;
 
-pub use edge::Edge;
+pub use edge::{Edge, Prepared};
 pub use observe::SequenceView;
 pub use request::{FinishReason, Request, SamplingParams};
 pub use scheduler::Scheduler;

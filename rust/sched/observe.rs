@@ -48,12 +48,14 @@ impl Scheduler {
         self.stats.blocks_idle = self.pool.num_idle().into();
         self.stats.blocks_owned = self.pool.num_owned().into();
         self.stats.blocks_fenced = self.pool.num_fenced().into();
-        self.stats.wasted_slots = self.num_wasted_slots();
         self.edge.shared.stats.publish(&self.stats);
     }
 
-    /// Token slots of owned blocks that hold no token. A tail that several samples share counts once.
-    fn num_wasted_slots(&self) -> u64 {
+    /// Counts the token slots of owned blocks that hold no token. A tail that several samples share counts once.
+    ///
+    /// What the step in flight computes has its slots already, so a commit changes nothing unless a sequence ends or
+    /// is forked.
+    pub(super) fn count_wasted_slots(&mut self) {
         // Only samples of one request share a block that is not full.
         let forked = self.queues.has_forks();
         let mut shared_tails: Vec<BlockId> = Vec::new();
@@ -72,8 +74,7 @@ impl Scheduler {
             }
             wasted += u64::from(table.len() * self.config.block_size - sequence.num_computed);
         }
-        // What the step in flight computes has its slots already.
         let num_scheduled: u32 = self.scheduled.iter().map(|part| part.num_tokens).sum();
-        wasted - u64::from(num_scheduled)
+        self.stats.wasted_slots = wasted - u64::from(num_scheduled);
     }
 }

@@ -33,6 +33,10 @@ pub(super) struct Queues {
     /// The waiting sequences by arrival and sample: the one that waits longest is first.
     by_age: BTreeSet<(u64, u32, SeqIdx)>,
     running: Vec<(QueueKey, SeqIdx)>,
+    /// Running samples other than the first one of their request.
+    num_forks: usize,
+    /// Counts how often a sequence began or ceased to run.
+    num_changes: u64,
 }
 
 impl Queues {
@@ -53,12 +57,16 @@ impl Queues {
     pub(super) fn run(&mut self, key: QueueKey, idx: SeqIdx) {
         let at = self.place(key).expect_err("a key names one sequence");
         self.running.insert(at, (key, idx));
+        self.num_forks += usize::from(key.sample_index > 0);
+        self.num_changes += 1;
     }
 
     /// Takes a sequence out of the queue that it is in.
     pub(super) fn remove(&mut self, tenant: TenantIdx, key: QueueKey) {
         if let Ok(at) = self.place(key) {
             self.running.remove(at);
+            self.num_forks -= usize::from(key.sample_index > 0);
+            self.num_changes += 1;
         } else {
             let idx = self
                 .waiting
@@ -103,7 +111,12 @@ impl Queues {
 
     /// Whether a sample other than the first one of its request runs.
     pub(super) fn has_forks(&self) -> bool {
-        self.running.iter().any(|(key, _)| key.sample_index > 0)
+        self.num_forks > 0
+    }
+
+    /// Changes whenever a sequence begins or ceases to run.
+    pub(super) fn num_changes(&self) -> u64 {
+        self.num_changes
     }
 
     /// Running sequences behind `key`.
@@ -119,7 +132,14 @@ impl Queues {
 
     /// Whether the orders that the lookups rely on hold.
     pub(super) fn is_ordered(&self) -> bool {
-        self.running.is_sorted_by_key(|&(key, _)| key) && self.by_age.len() == self.waiting.len()
+        let num_forks = self
+            .running
+            .iter()
+            .filter(|(key, _)| key.sample_index > 0)
+            .count();
+        self.running.is_sorted_by_key(|&(key, _)| key)
+            && self.by_age.len() == self.waiting.len()
+            && self.num_forks == num_forks
     }
 
     fn place(&self, key: QueueKey) -> Result<usize, usize> {

@@ -2,7 +2,6 @@
 
 use crate::config::{CoreConfig, MAX_SAMPLES};
 use crate::error::SubmitError;
-use crate::ids::RequestId;
 
 /// How tokens are drawn and when a sample ends.
 #[derive(Clone, Debug)]
@@ -52,10 +51,10 @@ impl Default for SamplingParams {
 /// A prompt and what to do with it.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Public identity, also the index of its abort flag.
-    pub id: RequestId,
     /// Token ids, at least one.
     pub prompt: Vec<u32>,
+    /// Chained hashes of the prompt's full blocks in the namespace of `salt`; none without prefix caching.
+    pub hashes: Vec<u64>,
     /// How to continue the prompt.
     pub params: SamplingParams,
     /// Namespace of the prefix index.

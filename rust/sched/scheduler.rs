@@ -9,12 +9,12 @@ use crate::error::{InvalidConfig, StepError};
 use crate::ids::{BlockId, RequestId};
 use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, inbox};
 
-use super::edge::{Edge, Shared};
+use super::edge::{Edge, Shared, Submission};
 use super::fairness::Tenants;
 use super::live::LiveRequests;
 use super::policy;
 use super::queues::{QueueKey, Queues};
-use super::request::{FinishReason, Request};
+use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
 use super::step::{self, Ended, Part, StepHeader, Writer};
@@ -50,7 +50,7 @@ pub struct Scheduler {
     pub(super) num_arrived: u64,
     /// Admissions of all sequences, repeated ones too: the clock by which waiting is measured.
     pub(super) num_admitted: u64,
-    pub(super) inbox: Receiver<Box<Request>>,
+    pub(super) inbox: Receiver<Submission>,
     pub(super) edge: Edge,
 }
 
@@ -64,19 +64,20 @@ impl Scheduler {
         step::check_arena_len(&config)?;
         let capacity = config.max_queued_requests as usize;
         let (sender, receiver) = inbox(capacity);
-        let shared = Arc::new(Shared {
-            config: config.clone(),
-            finishes: PushChain::new(),
-            flags: RequestFlags::new(capacity),
-            parker: Parker::new(),
-            stats: StatsCell::new(),
-        });
         let pool = BlockPool::new(PoolConfig {
             num_blocks: config.num_blocks,
             block_size: config.block_size,
             prefix_caching: config.prefix_caching,
             eviction: config.eviction,
             hash_key,
+        });
+        let shared = Arc::new(Shared {
+            config: config.clone(),
+            hasher: pool.hasher(),
+            finishes: PushChain::new(),
+            flags: RequestFlags::new(capacity),
+            parker: Parker::new(),
+            stats: StatsCell::new(),
         });
         let mut scheduler = Self {
             config,
@@ -158,6 +159,7 @@ impl Scheduler {
             self.step_id -= 1;
             self.pool.end_step();
         }
+        self.count_wasted_slots();
         self.publish_stats();
         Ok((header.num_tokens + header.num_ended > 0).then_some(header))
     }
@@ -176,12 +178,15 @@ impl Scheduler {
             });
         }
         states.clear();
+        states.reserve(rows);
+        let num_changes = self.queues.num_changes();
         let scheduled = std::mem::take(&mut self.scheduled);
-        let mut row = 0;
+        let mut tokens = tokens;
         for part in &scheduled {
+            self.stats.scheduled_tokens += u64::from(part.num_tokens);
             self.advance(*part);
-            let sampled = &tokens[row..row + part.num_rows as usize];
-            row += sampled.len();
+            let (sampled, rest) = tokens.split_at(part.num_rows as usize);
+            tokens = rest;
             match *sampled {
                 [] => {}
                 [token] => self.append(part.seq, token, states),
@@ -191,6 +196,10 @@ impl Scheduler {
         self.scheduled = scheduled;
         self.end_step();
         self.stats.steps += 1;
+        self.stats.generation_tokens += rows as u64;
+        if self.queues.num_changes() != num_changes {
+            self.count_wasted_slots();
+        }
         self.publish_stats();
         Ok(())
     }
@@ -210,6 +219,7 @@ impl Scheduler {
             self.end_request(request, FinishReason::Error);
         }
         self.end_step();
+        self.count_wasted_slots();
         self.publish_stats();
         Ok(())
     }
@@ -320,20 +330,23 @@ impl Scheduler {
             .map(|part| self.config.blocks_for(part.num_computed + part.num_tokens) as usize)
             .sum();
         let mut writer = Writer::new(arena, &header, num_table_blocks, block_size);
-        for part in &self.scheduled {
-            let sequence = self.sequences.get(part.seq);
-            let live = self.requests.of(sequence.request);
+        let (decodes, others) = self.scheduled.split_at(num_decodes as usize);
+        let sequences = &self.sequences;
+        let describe = |part: &Scheduled| {
+            let sequence = sequences.get(part.seq);
             let start = part.num_computed;
-            writer.part(&Part {
-                request: sequence.request,
+            Part {
                 tokens: &sequence.tokens[start as usize..(start + part.num_tokens) as usize],
                 start,
                 table: sequence.table(),
                 sample_index: sequence.key.sample_index,
                 num_rows: part.num_rows,
-                params: &live.request.params,
-                num_cached_tokens: live.num_cached_tokens.expect("only what was admitted runs"),
-            });
+                words: &sequence.words,
+            }
+        };
+        writer.decodes(decodes.iter().map(describe));
+        for part in others.iter().map(describe) {
+            writer.part(&part);
         }
         writer.finish(&self.copies, self.ended.drain(..num_ended));
         self.stats.copies += self.copies.len() as u64;
@@ -357,7 +370,6 @@ impl Scheduler {
         self.stats.prompt_tokens += u64::from(num_new_prompt);
         self.tenants
             .charge(sequence.tenant, num_new_prompt, part.num_rows);
-        self.stats.scheduled_tokens += u64::from(part.num_tokens);
         let table = sequence
             .table
             .as_mut()
@@ -388,7 +400,6 @@ impl Scheduler {
 
     /// Says whether a sequence goes on after its last token, and ends it if not.
     fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
-        self.stats.generation_tokens += 1;
         let state = self.finish_state(idx);
         states.push(state.map_or(0, |reason| reason as i32));
         if let Some(reason) = state {
@@ -411,6 +422,8 @@ impl Scheduler {
             request,
             tenant,
             key,
+            words: sequence.words.of_sample(sample_index),
+            end_rule: sequence.end_rule,
             tokens,
             prompt_len: sequence.prompt_len,
             num_computed: if has_place { sequence.num_computed } else { 0 },
@@ -435,14 +448,18 @@ impl Scheduler {
 
     fn finish_state(&self, idx: SeqIdx) -> Option<FinishReason> {
         let sequence = self.sequences.get(idx);
-        let params = &self.requests.of(sequence.request).request.params;
+        let rule = sequence.end_rule;
         let token = *sequence.tokens.last().expect("a sequence has tokens");
-        if (!params.ignore_eos && self.config.eos_token_ids.contains(&token))
-            || params.stop_token_ids.contains(&token)
+        let is_stop_token = || {
+            let params = &self.requests.of(sequence.request).request.params;
+            params.stop_token_ids.contains(&token)
+        };
+        if (!rule.ignore_eos && self.config.eos_token_ids.contains(&token))
+            || (rule.has_stop_tokens && is_stop_token())
         {
             return Some(FinishReason::Stop);
         }
-        (sequence.num_generated() >= params.max_tokens).then_some(FinishReason::Length)
+        (sequence.num_generated() >= rule.max_tokens).then_some(FinishReason::Length)
     }
 }
 

@@ -5,6 +5,27 @@ use crate::ids::RequestId;
 
 use super::fairness::TenantIdx;
 use super::queues::QueueKey;
+use super::request::SamplingParams;
+use super::step::RowWords;
+
+/// When a sample ends, as far as that has to be known for every token.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EndRule {
+    pub(super) max_tokens: u32,
+    pub(super) ignore_eos: bool,
+    /// Whether the request names stop tokens of its own; they stay with it.
+    pub(super) has_stop_tokens: bool,
+}
+
+impl EndRule {
+    pub(super) const fn new(params: &SamplingParams) -> Self {
+        Self {
+            max_tokens: params.max_tokens,
+            ignore_eos: params.ignore_eos,
+            has_stop_tokens: !params.stop_token_ids.is_empty(),
+        }
+    }
+}
 
 /// It runs while it has a block table, and waits otherwise.
 #[derive(Debug)]
@@ -12,6 +33,9 @@ pub(super) struct Sequence {
     pub(super) request: RequestId,
     pub(super) tenant: TenantIdx,
     pub(super) key: QueueKey,
+    /// What its rows in the arena say of it and its request.
+    pub(super) words: RowWords,
+    pub(super) end_rule: EndRule,
     /// Prompt and generated tokens.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: u32,
@@ -24,7 +48,8 @@ pub(super) struct Sequence {
     /// Tokens computed before the last preemption: computing them again is no new work.
     pub(super) num_computed_before: u32,
     pub(super) num_preemptions: u32,
-    /// Chain hashes of its full blocks as of the last admission, to see who computes what others wait for.
+    /// Chain hashes of its leading full blocks: those of the prompt from the start, those of generated tokens since the
+    /// last attempt to admit it.
     pub(super) hashes: Vec<u64>,
     /// Steps in which it did not fit and another one was looked at instead.
     pub(super) num_passed: u32,

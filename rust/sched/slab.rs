@@ -38,12 +38,14 @@ impl<T> Slab<T> {
         value
     }
 
+    #[inline]
     pub(super) fn get(&self, idx: SeqIdx) -> &T {
         self.entries[idx.0 as usize]
             .as_ref()
             .expect("the index names a live sequence")
     }
 
+    #[inline]
     pub(super) fn get_mut(&mut self, idx: SeqIdx) -> &mut T {
         self.entries[idx.0 as usize]
             .as_mut()

@@ -86,9 +86,63 @@ pub struct StepHeader {
     pub num_ended: u32,
 }
 
+/// What the rows of a sequence say in every step, packed once when it begins: a decode step copies these words instead
+/// of following pointers to the request, which cost more than all else that it does for a sequence.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RowWords {
+    /// A row of `sampling` but for the position.
+    sampling: [i32; SAMPLING_WORDS],
+    /// A row of `rows`; the prompt tokens found in the cache are -1 while they are not known.
+    row: [i32; ROW_WORDS],
+}
+
+/// Places of what changes within the rows.
+const SAMPLE_INDEX: usize = 6;
+const POSITION: usize = 7;
+const ROW_SAMPLE_INDEX: usize = 2;
+const ROW_CACHED: usize = 3;
+
+impl RowWords {
+    /// The rows of a request's first sample.
+    pub(super) const fn new(request: RequestId, params: &SamplingParams) -> Self {
+        Self {
+            sampling: [
+                params.temperature.to_bits().cast_signed(),
+                params.top_p.to_bits().cast_signed(),
+                params.min_p.to_bits().cast_signed(),
+                params.top_k.cast_signed(),
+                low(params.seed),
+                high(params.seed),
+                0,
+                0,
+                params.num_logprobs,
+            ],
+            row: [low(request.0), high(request.0), 0, -1],
+        }
+    }
+
+    /// The same rows for another sample.
+    pub(super) const fn of_sample(mut self, sample_index: u32) -> Self {
+        self.sampling[SAMPLE_INDEX] = sample_index.cast_signed();
+        self.row[ROW_SAMPLE_INDEX] = sample_index.cast_signed();
+        self
+    }
+
+    /// Prompt tokens that the first admission found in the cache. None before it.
+    pub(super) const fn num_cached_tokens(&self) -> Option<u32> {
+        match self.row[ROW_CACHED] {
+            ..0 => None,
+            known => Some(known.cast_unsigned()),
+        }
+    }
+
+    pub(super) const fn set_num_cached_tokens(&mut self, num_tokens: u32) {
+        self.row[ROW_CACHED] = num_tokens.cast_signed();
+    }
+}
+
 /// A sequence's part of a step.
 pub(super) struct Part<'a> {
-    pub(super) request: RequestId,
     /// The tokens that are scheduled.
     pub(super) tokens: &'a [u32],
     /// Position of the first of them.
@@ -97,8 +151,8 @@ pub(super) struct Part<'a> {
     /// Sample index of the first row, and how many rows read the last token's logits.
     pub(super) sample_index: u32,
     pub(super) num_rows: u32,
-    pub(super) params: &'a SamplingParams,
-    pub(super) num_cached_tokens: u32,
+    /// The first row.
+    pub(super) words: &'a RowWords,
 }
 
 /// A sequence that ended outside a commit.
@@ -246,64 +300,81 @@ impl<'a> Writer<'a> {
         writer
     }
 
+    /// Writes the first sequences, which decode: the number of a sequence is that of its token and of its row.
+    pub(super) fn decodes<'p>(&mut self, parts: impl ExactSizeIterator<Item = Part<'p>>) {
+        let num = parts.len();
+        for (out, number) in self.sample_rows[..num].iter_mut().zip(0..) {
+            *out = number;
+        }
+        for (out, number) in self.query_start[1..=num].iter_mut().zip(1..) {
+            *out = number;
+        }
+        // Zipped, all columns share one check of the bounds.
+        let columns = (self.token_ids[..num].iter_mut())
+            .zip(&mut self.positions[..num])
+            .zip(&mut self.slot_mapping[..num])
+            .zip(&mut self.seq_lens[..num])
+            .zip(&mut self.table_start[1..=num])
+            .zip(&mut self.sampling[..num])
+            .zip(&mut self.rows[..num]);
+        let mut num_blocks = 0;
+        for (part, ((((((token, position), slot), seq_len), table_end), sampling), row)) in parts.zip(columns)
+        {
+            *token = part.tokens[0].cast_signed();
+            *position = part.start.cast_signed();
+            *slot = part.table.slot(part.start);
+            let end = part.start + 1;
+            *seq_len = end.cast_signed();
+            let blocks = &part.table.words()[..(end as usize + (1 << self.shift) - 1) >> self.shift];
+            self.block_ids[num_blocks..][..blocks.len()].copy_from_slice(blocks);
+            num_blocks += blocks.len();
+            *table_end = word(num_blocks);
+            *sampling = part.words.sampling;
+            sampling[POSITION] = end.cast_signed();
+            *row = part.words.row;
+        }
+        (self.num_tokens, self.num_sequences, self.num_rows) = (num, num, num);
+        self.num_table_blocks = num_blocks;
+    }
+
     /// Appends one sequence.
     pub(super) fn part(&mut self, part: &Part<'_>) {
         let num_tokens = part.tokens.len();
         let tokens = self.num_tokens..self.num_tokens + num_tokens;
-        if let [token] = *part.tokens {
-            // A decode, without the set-up of loops over many tokens.
-            self.token_ids[tokens.start] = token.cast_signed();
-            self.positions[tokens.start] = part.start.cast_signed();
-            self.slot_mapping[tokens.start] = part.table.slot(part.start);
-        } else {
-            for (out, &token) in self.token_ids[tokens.clone()].iter_mut().zip(part.tokens) {
-                *out = token.cast_signed();
-            }
-            for (out, position) in self.positions[tokens.clone()].iter_mut().zip(part.start..) {
-                *out = position.cast_signed();
-            }
-            for (out, position) in self.slot_mapping[tokens.clone()].iter_mut().zip(part.start..) {
-                *out = part.table.slot(position);
-            }
+        for (out, &token) in self.token_ids[tokens.clone()].iter_mut().zip(part.tokens) {
+            *out = token.cast_signed();
+        }
+        for (out, position) in self.positions[tokens.clone()].iter_mut().zip(part.start..) {
+            *out = position.cast_signed();
+        }
+        for (out, position) in self.slot_mapping[tokens.clone()].iter_mut().zip(part.start..) {
+            *out = part.table.slot(position);
         }
         self.num_tokens = tokens.end;
         let seq_len = part.start as usize + num_tokens;
         // A table may reach further than this step does; forward reads no block past seq_len.
-        let blocks = &part.table.blocks()[..(seq_len + (1 << self.shift) - 1) >> self.shift];
-        let out = &mut self.block_ids[self.num_table_blocks..][..blocks.len()];
-        for (out, block) in out.iter_mut().zip(blocks) {
-            *out = block.0.cast_signed();
-        }
+        let blocks = &part.table.words()[..(seq_len + (1 << self.shift) - 1) >> self.shift];
+        self.block_ids[self.num_table_blocks..][..blocks.len()].copy_from_slice(blocks);
         self.num_table_blocks += blocks.len();
         self.seq_lens[self.num_sequences] = word(seq_len);
         self.num_sequences += 1;
         self.query_start[self.num_sequences] = word(self.num_tokens);
         self.table_start[self.num_sequences] = word(self.num_table_blocks);
-        for sample_index in part.sample_index..part.sample_index + part.num_rows {
-            self.row(part, sample_index, word(seq_len));
+        if part.num_rows > 0 {
+            self.row(part.words, word(seq_len));
+        }
+        for sample_index in part.sample_index + 1..part.sample_index + part.num_rows {
+            self.row(&part.words.of_sample(sample_index), word(seq_len));
         }
     }
 
-    fn row(&mut self, part: &Part<'_>, sample_index: u32, position: i32) {
-        let params = part.params;
+    #[inline]
+    fn row(&mut self, words: &RowWords, position: i32) {
         self.sample_rows[self.num_rows] = word(self.num_tokens - 1);
-        self.sampling[self.num_rows] = [
-            params.temperature.to_bits().cast_signed(),
-            params.top_p.to_bits().cast_signed(),
-            params.min_p.to_bits().cast_signed(),
-            params.top_k.cast_signed(),
-            low(params.seed),
-            high(params.seed),
-            sample_index.cast_signed(),
-            position,
-            params.num_logprobs,
-        ];
-        self.rows[self.num_rows] = [
-            low(part.request.0),
-            high(part.request.0),
-            sample_index.cast_signed(),
-            part.num_cached_tokens.cast_signed(),
-        ];
+        let sampling = &mut self.sampling[self.num_rows];
+        *sampling = words.sampling;
+        sampling[POSITION] = position;
+        self.rows[self.num_rows] = words.row;
         self.num_rows += 1;
     }
 

@@ -19,7 +19,7 @@
 //! must not succeed, for the link it read is old. The tag has 32 bits; it would have to go round once while
 //! one thread stands between its load and its compare-and-swap.
 
-use super::primitive::{AtomicU32, AtomicU64, AtomicUsize, CachePadded, Ordering};
+use super::primitive::{AtomicU32, AtomicU64, CachePadded, Ordering};
 use crate::ids::RequestId;
 use std::fmt;
 
@@ -60,8 +60,6 @@ pub struct RequestFlags {
     /// Not zero if an abort was raised since the owner last asked. Written by any thread that aborts and by
     /// the owner, which clears it; read by the owner.
     any_aborted: CachePadded<AtomicU32>,
-    /// Slots in use. Written by every thread that acquires or retires; read by any, for information.
-    num_live: AtomicUsize,
     slots: Box<[Slot]>,
 }
 
@@ -84,7 +82,6 @@ impl RequestFlags {
         Self {
             free: CachePadded(AtomicU64::new(pack(0, 0))),
             any_aborted: CachePadded(AtomicU32::new(0)),
-            num_live: AtomicUsize::new(0),
             slots: (0..num_slots).map(new_slot).collect(),
         }
     }
@@ -122,7 +119,6 @@ impl RequestFlags {
         // Relaxed: publishes nothing but itself; whoever is given the id is given it through something that
         // synchronises.
         word.store(pack(generation, LIVE), Ordering::Relaxed);
-        self.num_live.fetch_add(1, Ordering::Relaxed);
         Some(RequestId::new(slot_idx, generation))
     }
 
@@ -201,13 +197,13 @@ impl RequestFlags {
                 Err(current) => word = current,
             }
         }
-        self.num_live.fetch_sub(1, Ordering::Relaxed);
         self.release_slot(id.slot());
     }
 
     /// The number of ids acquired and not retired. Any thread; already outdated when it returns.
     pub fn num_live(&self) -> usize {
-        self.num_live.load(Ordering::Relaxed)
+        let is_live = |slot: &&Slot| low(slot.word.load(Ordering::Relaxed)) != FREE;
+        self.slots.iter().filter(is_live).count()
     }
 
     /// The number of requests that may be live at a time.

@@ -1,7 +1,7 @@
 //! Atomics, cells, locks: std in the product, loom in its models. The rest of `sync` imports them from here
 //! alone, so that the code the models check is the code that ships.
 
-pub(super) use imp::{Arc, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Condvar, Mutex, UnsafeCell, fence};
+pub(super) use imp::{Arc, AtomicPtr, AtomicU32, AtomicU64, Condvar, Mutex, UnsafeCell, fence};
 pub(super) use std::sync::atomic::Ordering;
 
 /// A value alone on its cache line, so that writing it does not slow the readers of its neighbours.
@@ -22,7 +22,6 @@ mod imp {
     // re-export.
     pub(crate) type AtomicU32 = std::sync::atomic::AtomicU32;
     pub(crate) type AtomicU64 = std::sync::atomic::AtomicU64;
-    pub(crate) type AtomicUsize = std::sync::atomic::AtomicUsize;
 
     /// `std::cell::UnsafeCell` behind loom's interface: access in closures, so that loom can see its extent.
     pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
@@ -50,6 +49,6 @@ mod imp {
 #[cfg(pagedkv_loom)]
 mod imp {
     pub(crate) use loom::cell::UnsafeCell;
-    pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, fence};
+    pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, fence};
     pub(crate) use loom::sync::{Arc, Condvar, Mutex};
 }

@@ -385,3 +385,49 @@ fn releasing_a_table_twice_panics() {
     table.release(&mut pool);
     table.release(&mut pool);
 }
+
+#[test]
+fn hashes_made_elsewhere_find_the_same_and_wrong_ones_nothing() {
+    let mut pool = pool(16, 4);
+    let root = pool.root(b"salt");
+    let prompt = text(1, 18);
+    computed(&mut pool, root, &prompt).release(&mut pool);
+    let hit = lookup(&pool, root, &prompt);
+    let namespace = Namespace {
+        salt: b"salt",
+        ..Namespace::default()
+    };
+    let hashes = pool.hasher().prompt(&namespace, &prompt, 4);
+    assert_eq!((hit.blocks.len(), &hit.hashes), (4, &hashes));
+    // Those of the first blocks are kept, the others are added.
+    let mut some = hashes[..2].to_vec();
+    pool.extend_hashes(root, &prompt, &mut some);
+    assert_eq!(some, hashes);
+    let mut wrong = hit.clone();
+    wrong.hashes.swap(2, 3);
+    pool.probe(root, &prompt, &mut wrong);
+    assert_eq!(wrong.blocks, hit.blocks[..2]);
+    // What the pool forgot is not found by hashes that were made before.
+    pool.clear_prefix();
+    wrong.hashes.clone_from(&hashes);
+    pool.probe(root, &prompt, &mut wrong);
+    assert_eq!(wrong.blocks, []);
+}
+
+#[test]
+fn what_a_sequence_takes_back_after_a_preemption_is_no_turn() {
+    let mut pool = pool(16, 4);
+    let root = pool.root(b"");
+    let prompt = text(1, 16);
+    computed(&mut pool, root, &prompt).release(&mut pool);
+    let mut hit = lookup(&pool, root, &prompt);
+    let before = pool.clone();
+    for is_resumed in [true, false] {
+        hit.is_resumed = is_resumed;
+        let mut table = BlockTable::new(root, &mut pool);
+        table.adopt(&mut pool, &hit, 4);
+        table.release(&mut pool);
+        pool.check().expect("the invariants hold");
+        assert_eq!(pool == before, is_resumed);
+    }
+}
