@@ -16,15 +16,20 @@ __all__ = [
     "Core",
     "Edge",
     "InvalidRequest",
+    "PackedLinear",
     "QueueFull",
     "StepHeader",
+    "StepPlan",
     "copy_blocks",
     "cpu_features",
     "cpu_isa",
+    "logprobs",
     "num_threads",
-    "paged_attention",
+    "rms_norm",
     "rope_cache",
+    "sample",
     "set_num_threads",
+    "silu_mul",
 ]
 
 class InvalidRequest(ValueError):
@@ -159,6 +164,48 @@ _Tensor = tuple[int, Sequence[int], Sequence[int]]
 _Indices = tuple[int, int]
 
 @final
+class PackedLinear:
+    """Weights packed for the kernels: `pagedkv.ops.Ops.pack_linear`. Owns its memory; shared by threads."""
+
+    def __new__(
+        cls, parts: Sequence[tuple[int, int, int, int]], in_size: int, dtype: str, *, gated: bool = False
+    ) -> PackedLinear:
+        """Copies weights into panels, on all threads, without the GIL.
+
+        parts are (address of the weight [rows, in_size], rows, elements from a row to the next, address of
+        the dense bias [rows] or 0), all of `dtype` ("float32", "bfloat16" or "float16"). Raises ValueError if
+        there is nothing to pack, or if a gated weight is not two parts of one size.
+        """
+    @property
+    def in_size(self) -> int:
+        """Width of x."""
+    @property
+    def out_size(self) -> int:
+        """Width of the product."""
+    @property
+    def dtype(self) -> str:
+        """Type of the weights, as in `dtype` above."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the panels."""
+    @property
+    def arithmetic(self) -> str:
+        """How products are summed: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable"."""
+    def multiply(self, x: tuple[int, int, int, int], x_type: str, out: int, out_type: str) -> None:
+        """Writes the product [num_rows, out_size], dense, of `out_type`, to the address `out`.
+
+        x is (address, num_rows, width, elements from a row to the next), of the weight's type. The bits of a
+        row of the product depend on its row of x only, not on the others nor on the number of threads. Raises
+        ValueError where shape or type do not fit. The GIL is released when the call is expected to take a
+        millisecond or more.
+        """
+    def rows(self, row_ids: _Indices, out: int) -> None:
+        """Copies rows of the weight, [ids, in_size] of its type, dense, to the address `out`.
+
+        Raises ValueError for a row that is not there, and for a gated weight.
+        """
+
+@final
 class StepPlan:
     """How the attention of one step is cut into pieces of work: made once, used by every layer.
 
@@ -168,7 +215,7 @@ class StepPlan:
 
     def __new__(
         cls, query_start: _Indices, seq_lens: _Indices, table_start: _Indices, block_ids: _Indices
-    ) -> Self:
+    ) -> StepPlan:
         """Copies the step's sections. They are checked by the first call, which knows the cache."""
 
     def paged_attention(

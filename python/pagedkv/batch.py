@@ -165,8 +165,9 @@ class StepBatch:
         end = max(offset + length for offset, length in directory.values())
         target = torch.device(device or "cpu")
         placed = arena[:end] if target.type == "cpu" else arena[:end].to(target, non_blocking=True)
+        tensors: dict[str, Any] = {name: _view(placed, directory, name) for name in _TENSORS}
         return StepBatch(
-            **{name: _view(placed, directory, name) for name in _TENSORS},
+            **tensors,
             sampling=SamplingRows(_view(arena, directory, "sampling"), target),
             num_decodes=num_decodes,
         )

@@ -33,6 +33,15 @@ impl Dtype {
         }
     }
 
+    /// What torch calls the type: `torch.<name>`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+        }
+    }
+
     /// The type that torch calls `torch.<name>`.
     pub fn from_name(name: &str) -> Option<Self> {
         match name {

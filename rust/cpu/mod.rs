@@ -30,6 +30,7 @@ pub mod copy_blocks;
 mod cut;
 pub mod element;
 pub mod isa;
+pub mod linear;
 mod noise;
 pub mod norm;
 pub mod plan;

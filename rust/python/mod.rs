@@ -6,6 +6,7 @@ mod core;
 mod cpu;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
+mod linear;
 mod norm;
 mod sample;
 
@@ -22,6 +23,8 @@ mod _core {
     use super::cpu::{copy_blocks, cpu_features, cpu_isa, num_threads, rope_cache, set_num_threads};
     #[pymodule_export]
     use super::edge::{Edge, InvalidRequest, QueueFull};
+    #[pymodule_export]
+    use super::linear::PackedLinear;
     #[pymodule_export]
     use super::norm::{rms_norm, silu_mul};
     #[pymodule_export]

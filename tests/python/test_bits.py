@@ -70,7 +70,7 @@ def test_bits_do_not_depend_on_company_cache_or_preemption(checkpoint: Checkpoin
     assert_same(ops.take(7), alone)
 
     # Room for both prompts but not for both answers: the later request is preempted and computed again.
-    num_blocks = -(-len(others[0]) // 16) - (-len(prompt) // 16) + 1
+    num_blocks = -(-len(others[0]) // 16) - (-len(prompt) // 16) + 2
     llm, ops = watched(checkpoint, dtype=dtype, num_blocks=num_blocks, enable_prefix_caching=False)
     llm.generate([others[0], prompt], [CROWD, PARAMS], use_tqdm=False)
     assert llm.stats()["preemptions"] > 0

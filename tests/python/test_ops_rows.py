@@ -87,7 +87,7 @@ def test_wrong_arguments_are_named() -> None:
         cpu.add_rms_norm(x, x[:1], weight, 1e-5)
     with pytest.raises(ValueError, match=r"up is \[2, 8\] of torch.float16, allowed: \[2, 8\] of"):
         cpu.silu_mul(x, x.half())
-    with pytest.raises(ValueError, match="dtype of x is torch.float64"):
+    with pytest.raises(ValueError, match=r"dtype of x is torch.float64"):
         cpu.rms_norm(x.double(), weight.double(), 1e-5)
     with pytest.raises(ValueError, match="allowed: two dimensions, the last one dense"):
         cpu.rms_norm(x.T, torch.ones(2), 1e-5)

@@ -24,6 +24,14 @@ from pagedkv.errors import BackendUnavailable
 BACKENDS = ("reference", "cpu", "cuda")
 
 
+class PackedWeight(Protocol):
+    """What `Ops.pack_linear` returns. Only the backend that packed it looks inside."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+
+
 class Ops(Protocol):
     """What a backend offers. Tensors have rows (last dimensions) without gaps."""
 
@@ -46,8 +54,21 @@ class Ops(Protocol):
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`, both [T, I]; silu is rounded to the dtype of gate before the product."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`x [T, in] @ weight [out, in].T + bias [out]`."""
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False
+    ) -> PackedWeight:
+        """Prepares weights [out, in] that are multiplied with the same x, once, when a model is loaded.
+
+        Their products lie side by side, in the order given. gated: there are two, and the result of `linear`
+        is `silu(x @ first.T) * (x @ second.T)` instead. The tensors are copied where that pays; afterwards
+        they may be dropped.
+        """
+
+    def linear(self, x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+        """`x [T, in] @ weight [out, in].T + bias [out]`, summed in float32; of the dtype of x by default."""
+
+    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
+        """Rows of a packed weight that is not gated: i32 or i64 [T] -> [T, in]."""
 
     def rope_cache(  # noqa: PLR0913 - the two halves of the cache and the table are inputs of one fused operation
         self,

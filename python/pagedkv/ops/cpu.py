@@ -14,14 +14,16 @@ from torch import Tensor
 
 from pagedkv import _core
 from pagedkv.batch import SamplingRows, StepBatch
-from pagedkv.ops.reference import linear
+from pagedkv.ops import reference
 
 __all__ = [
     "add_rms_norm",
     "copy_blocks",
+    "embedding",
     "linear",
     "logprobs",
     "name",
+    "pack_linear",
     "paged_attention",
     "rms_norm",
     "rope_cache",
@@ -32,6 +34,65 @@ __all__ = [
 name = "cpu"
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPES = {dtype_name: dtype for dtype, dtype_name in _DTYPE_NAMES.items()}
+
+
+# Where there are no vectors to program, torch multiplies; it promises no bits.
+_PACKS = _core.cpu_isa() != "portable"
+
+
+def pack_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False
+) -> _core.PackedLinear | reference.PackedWeight:
+    """See `pagedkv.ops.Ops.pack_linear`."""
+    first = weights[0]
+    dtype_name = _dtype_name("weights[0]", first)
+    for idx, weight in enumerate(weights):
+        if weight.dtype != first.dtype or weight.ndim != 2 or weight.shape[1] != first.shape[1]:
+            given = f"{list(weight.shape)} of {weight.dtype}"
+            raise ValueError(f"weights[{idx}] is {given}, allowed: [out, {first.shape[1]}] of {first.dtype}")
+    if not _PACKS:
+        return reference.pack_linear(weights, biases, gated=gated)
+    dense = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+    shifts = [None if bias is None else bias.to(first.dtype).contiguous() for bias in biases]
+    parts = [
+        (weight.data_ptr(), len(weight), weight.stride(0), 0 if bias is None else bias.data_ptr())
+        for weight, bias in zip(dense, shifts, strict=True)
+    ]
+    return _core.PackedLinear(parts, first.shape[1], dtype_name, gated=gated)
+
+
+def linear(
+    x: Tensor, weight: _core.PackedLinear | reference.PackedWeight, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """See `pagedkv.ops.Ops.linear`. Its bits do not depend on the other rows of x."""
+    if isinstance(weight, reference.PackedWeight):
+        return reference.linear(x, weight, out_dtype)
+    if out_dtype is None:
+        out_dtype = x.dtype
+    num_rows, width = x.shape
+    row_stride, stride = x.stride()
+    if stride != 1:
+        x = x.contiguous()
+        row_stride = width
+    out = torch.empty((num_rows, weight.out_size), dtype=out_dtype)
+    weight.multiply(
+        (x.data_ptr(), num_rows, width, row_stride),
+        _dtype_name("x", x),
+        out.data_ptr(),
+        _DTYPE_NAMES[out_dtype],
+    )
+    return out
+
+
+def embedding(token_ids: Tensor, weight: _core.PackedLinear | reference.PackedWeight) -> Tensor:
+    """See `pagedkv.ops.Ops.embedding`."""
+    if isinstance(weight, reference.PackedWeight):
+        return reference.embedding(token_ids, weight)
+    token_ids = _int32(token_ids)
+    out = torch.empty((len(token_ids), weight.in_size), dtype=_DTYPES[weight.dtype])
+    weight.rows(_indices(token_ids), out.data_ptr())
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -142,7 +203,7 @@ def paged_attention(
     """See `pagedkv.ops.Ops.paged_attention`."""
     row_type, cache_type = _dtype_name("q", q), _cache_dtype_name(key_cache, value_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    plan = batch.prepared.get(name) or _prepare(batch)
+    plan: _core.StepPlan = batch.prepared.get(name) or _prepare(batch)
     plan.paged_attention(
         out.data_ptr(), _tensor(q), _tensor(key_cache), _tensor(value_cache), row_type, cache_type, scale
     )
@@ -154,7 +215,7 @@ def _prepare(batch: StepBatch) -> _core.StepPlan:
     sections = (batch.query_start, batch.seq_lens, batch.table_start, batch.block_ids)
     # Kept until the plan has copied them: `_int32` may have made new ones.
     held = [_int32(section) for section in sections]
-    plan = _core.StepPlan(*(_indices(section) for section in held))
+    plan = _core.StepPlan(*map(_indices, held))
     batch.prepared[name] = plan
     return plan
 

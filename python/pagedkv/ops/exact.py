@@ -38,7 +38,7 @@ _SQRT_HALF_BITS: Final = 0x3F3504F3
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of float32 tensors, rounded once, as the instruction does it.
+    """The sum a * b + c of float32 tensors, rounded once, as the instruction does it.
 
     The product is exact in float64. The sum is rounded there to odd, which keeps the second rounding, to
     float32, from seeing a tie that is none (Boldo and Melquiond, "Emulation of FMA and correctly rounded
@@ -72,7 +72,7 @@ def ln(x: Tensor) -> Tensor:
 
 
 def mass(score: Tensor) -> Tensor:
-    """e^score in units of 2^-30, rounded down: f32 scores of at most zero -> i64, 0 to `UNIT_MASS`."""
+    """The power e^score in units of 2^-30, rounded down: f32 scores of at most zero -> i64."""
     x = (score * torch.tensor(_LOG2_E, dtype=torch.float32)).clamp(min=_EXP2_MIN)
     whole = (x + _ROUND_TO_INTEGER) - _ROUND_TO_INTEGER
     f = x - whole

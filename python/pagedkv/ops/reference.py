@@ -1,6 +1,7 @@
 """The operations in plain torch: slow, on any device, obviously right. The others are held against it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,9 +34,42 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@dataclass(frozen=True)
+class PackedWeight:
+    """Weights on top of each other, otherwise as they were."""
+
+    weight: Tensor
+    bias: Tensor | None
+    gated: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """See `pagedkv.ops.PackedWeight.num_bytes`."""
+        return self.weight.nbytes
+
+
+def pack_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False
+) -> PackedWeight:
+    """See `pagedkv.ops.Ops.pack_linear`."""
+    bias = None
+    if any(part is not None for part in biases):
+        pairs = zip(weights, biases, strict=True)
+        bias = torch.cat([weight.new_zeros(len(weight)) if part is None else part for weight, part in pairs])
+    return PackedWeight(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias, gated)
+
+
+def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `pagedkv.ops.Ops.linear`."""
-    return torch.nn.functional.linear(x, weight, bias)
+    out = torch.nn.functional.linear(x, weight.weight, weight.bias)
+    if weight.gated:
+        out = silu_mul(*out.chunk(2, dim=-1))
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
+    """See `pagedkv.ops.Ops.embedding`."""
+    return torch.nn.functional.embedding(token_ids, weight.weight)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

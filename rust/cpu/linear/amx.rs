@@ -1,0 +1,281 @@
+//! Tiles of AMX: `tdpbf16ps` multiplies 16 rows of 32 elements by 16 columns.
+//!
+//! Rust has no stable intrinsics for it, so the loops are assembly. A block of 32 rows by two panels keeps four tiles
+//! of sums, two of x and two of weights: the eight that there are. Up to 16 rows are multiplied by four panels at a
+//! time.
+
+use std::arch::asm;
+use std::arch::x86_64::__cpuid_count;
+use std::cell::Cell;
+use std::sync::OnceLock;
+
+use super::piece::{MicroKernel, Tile};
+use crate::cpu::isa::{Isa, LANES};
+
+/// Rows of a hardware tile.
+const TILE_ROWS: usize = 16;
+/// Elements along K that one instruction multiplies.
+const STEP: usize = 32;
+/// Bytes of a row of a hardware tile.
+const ROW_BYTES: usize = 64;
+
+/// Proof that the processor has AMX for bf16 and the system lets this process use it.
+#[derive(Clone, Copy, Debug)]
+pub struct Amx(());
+
+impl Amx {
+    /// Asks the processor and the system, once.
+    pub(super) fn detect() -> Option<Self> {
+        static PRESENT: OnceLock<bool> = OnceLock::new();
+        let present = *PRESENT.get_or_init(|| {
+            // Leaf 7: bit 22 of EDX is AMX-BF16, bit 24 AMX-TILE.
+            let features = __cpuid_count(7, 0).edx;
+            let tiles = features >> 22 & 1 == 1 && features >> 24 & 1 == 1;
+            tiles && matches!(Isa::best(), Isa::Avx512(_)) && request_tiles()
+        });
+        present.then_some(Self(()))
+    }
+
+    /// Calls `work` on this thread, and gives the tiles up afterwards: the system saves their 8 KB whenever it stops a
+    /// thread that has them.
+    #[expect(clippy::unused_self, reason = "the value proves the instructions")]
+    pub(super) fn with_tiles(self, work: impl FnOnce(Tiles<'_>)) {
+        let shape = Cell::new((0, 0));
+        work(Tiles { shape: &shape });
+        // SAFETY: `self` proves the instruction.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
+
+/// Linux gives a process the state of the tiles on request (`arch_prctl`, `ARCH_REQ_XCOMP_PERM`, `XTILEDATA`), for all
+/// of its threads.
+fn request_tiles() -> bool {
+    let result: i64;
+    // SAFETY: a system call that takes two numbers and touches no memory of ours.
+    unsafe {
+        asm!(
+            "syscall",
+            inout("rax") 158_i64 => result,
+            in("rdi") 0x1023_i64,
+            in("rsi") 18_i64,
+            out("rcx") _,
+            out("r11") _,
+            options(nostack),
+        );
+    }
+    result == 0
+}
+
+/// What `ldtilecfg` reads.
+#[repr(C, align(64))]
+struct TileConfig {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// The tiles of this thread, within `Amx::with_tiles`.
+#[derive(Clone, Copy)]
+pub(super) struct Tiles<'a> {
+    /// Rows of the upper and of the lower tiles, as configured.
+    shape: &'a Cell<(usize, usize)>,
+}
+
+impl Tiles<'_> {
+    /// Gives the tiles their shapes: 0 and 1 hold sums of the upper rows, 2 and 3 of the lower ones (or, if there are
+    /// none, more sums of the upper ones), 4 and 5 rows of x, 6 and 7 weights.
+    fn configure(self, upper: usize, lower: usize) {
+        if self.shape.get() == (upper, lower) {
+            return;
+        }
+        let byte = |rows: usize| u8::try_from(rows).expect("at most 16");
+        let (first, second) = (byte(upper), byte(if lower == 0 { upper } else { lower }));
+        let mut config = TileConfig {
+            palette: 1,
+            start_row: 0,
+            reserved: [0; 14],
+            row_bytes: [0; 16],
+            rows: [0; 16],
+        };
+        config.row_bytes[..8].fill(64);
+        config.rows[..8].copy_from_slice(&[first, first, second, second, first, second, 16, 16]);
+        // SAFETY: the tiles exist; the configuration is valid and lives during the instruction.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
+        self.shape.set((upper, lower));
+    }
+}
+
+/// Begins the sums in four tiles: zeros, or what was put aside. `$at` are their offsets from the sums.
+macro_rules! multiply {
+    ($tile:expr, [$($begin:literal,)*], [$($zero:literal,)*], [$($step:literal,)*], [$($end:literal,)*], $($operand:tt)*) => {
+        if $tile.resumes {
+            asm!($($begin,)* "2:", $($step,)* "dec {steps}", "jnz 2b", $($end,)* $($operand)*)
+        } else {
+            asm!($($zero,)* "2:", $($step,)* "dec {steps}", "jnz 2b", $($end,)* $($operand)*)
+        }
+    };
+}
+
+/// Up to 32 rows, more than 16, by two panels.
+unsafe fn two_by_two(tile: &Tile) {
+    let lower = tile.x.wrapping_add(TILE_ROWS * tile.x_stride);
+    let sums_bytes = tile.sums_stride * size_of::<f32>();
+    // SAFETY: the caller vouches for the memory, and configured the tiles.
+    unsafe {
+        multiply!(
+            tile,
+            [
+                "tileloadd tmm0, [{s0} + {ss}*1]", "tileloadd tmm1, [{s0} + {ss}*1 + 64]",
+                "tileloadd tmm2, [{s1} + {ss}*1]", "tileloadd tmm3, [{s1} + {ss}*1 + 64]",
+            ],
+            ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",],
+            [
+                "tileloadd tmm6, [{w0} + {row}*1]", "tileloadd tmm4, [{x0} + {xs}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{w1} + {row}*1]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{x1} + {xs}*1]",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {x0}, 64", "add {x1}, 64", "add {w0}, 1024", "add {w1}, 1024",
+            ],
+            [
+                "tilestored [{s0} + {ss}*1], tmm0", "tilestored [{s0} + {ss}*1 + 64], tmm1",
+                "tilestored [{s1} + {ss}*1], tmm2", "tilestored [{s1} + {ss}*1 + 64], tmm3",
+            ],
+            x0 = inout(reg) tile.x => _,
+            x1 = inout(reg) lower => _,
+            xs = in(reg) tile.x_stride,
+            w0 = inout(reg) tile.panels => _,
+            w1 = inout(reg) tile.panels.wrapping_add(tile.panel_stride) => _,
+            row = in(reg) ROW_BYTES,
+            steps = inout(reg) tile.depth / STEP => _,
+            s0 = in(reg) tile.sums,
+            s1 = in(reg) tile.sums.wrapping_add(TILE_ROWS * tile.sums_stride),
+            ss = in(reg) sums_bytes,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Up to 16 rows by four panels.
+unsafe fn one_by_four(tile: &Tile) {
+    let panel = |idx: usize| tile.panels.wrapping_add(idx * tile.panel_stride);
+    let sums_bytes = tile.sums_stride * size_of::<f32>();
+    // SAFETY: the caller vouches for the memory, and configured the tiles.
+    unsafe {
+        multiply!(
+            tile,
+            [
+                "tileloadd tmm0, [{s} + {ss}*1]", "tileloadd tmm1, [{s} + {ss}*1 + 64]",
+                "tileloadd tmm2, [{s} + {ss}*1 + 128]", "tileloadd tmm3, [{s} + {ss}*1 + 192]",
+            ],
+            ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",],
+            [
+                "tileloadd tmm4, [{x} + {xs}*1]", "tileloadd tmm6, [{w0} + {row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{w1} + {row}*1]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm6, [{w2} + {row}*1]",
+                "tdpbf16ps tmm2, tmm4, tmm6",
+                "tileloadd tmm7, [{w3} + {row}*1]",
+                "tdpbf16ps tmm3, tmm4, tmm7",
+                "add {x}, 64", "add {w0}, 1024", "add {w1}, 1024", "add {w2}, 1024", "add {w3}, 1024",
+            ],
+            [
+                "tilestored [{s} + {ss}*1], tmm0", "tilestored [{s} + {ss}*1 + 64], tmm1",
+                "tilestored [{s} + {ss}*1 + 128], tmm2", "tilestored [{s} + {ss}*1 + 192], tmm3",
+            ],
+            x = inout(reg) tile.x => _,
+            xs = in(reg) tile.x_stride,
+            w0 = inout(reg) panel(0) => _,
+            w1 = inout(reg) panel(1) => _,
+            w2 = inout(reg) panel(2) => _,
+            w3 = inout(reg) panel(3) => _,
+            row = in(reg) ROW_BYTES,
+            steps = inout(reg) tile.depth / STEP => _,
+            s = in(reg) tile.sums,
+            ss = in(reg) sums_bytes,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Up to 16 rows by one panel.
+unsafe fn one_by_one(tile: &Tile) {
+    let sums_bytes = tile.sums_stride * size_of::<f32>();
+    // SAFETY: the caller vouches for the memory, and configured the tiles.
+    unsafe {
+        multiply!(
+            tile,
+            ["tileloadd tmm0, [{s} + {ss}*1]",],
+            ["tilezero tmm0",],
+            [
+                "tileloadd tmm4, [{x} + {xs}*1]", "tileloadd tmm6, [{w} + {row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "add {x}, 64", "add {w}, 1024",
+            ],
+            ["tilestored [{s} + {ss}*1], tmm0",],
+            x = inout(reg) tile.x => _,
+            xs = in(reg) tile.x_stride,
+            w = inout(reg) tile.panels => _,
+            row = in(reg) ROW_BYTES,
+            steps = inout(reg) tile.depth / STEP => _,
+            s = in(reg) tile.sums,
+            ss = in(reg) sums_bytes,
+            out("tmm0") _, out("tmm4") _, out("tmm6") _,
+            options(nostack),
+        );
+    }
+}
+
+impl MicroKernel for Tiles<'_> {
+    const MAX_ROWS: usize = 2 * TILE_ROWS;
+    /// Two panels of 640 along K are 40 KB: most of them stay in the nearest cache while the rows pass by. Shorter cuts,
+    /// which leave room for the rows too, lose more by putting sums aside.
+    const MAX_DEPTH: usize = 640;
+
+    fn max_panels(self, num_rows: usize) -> usize {
+        if num_rows > TILE_ROWS { 2 } else { 4 }
+    }
+
+    unsafe fn tile(self, tile: &Tile) {
+        let lower = tile.num_rows.saturating_sub(TILE_ROWS);
+        if lower > 0 && tile.num_panels == 2 {
+            self.configure(TILE_ROWS, lower);
+            // SAFETY: passed on.
+            unsafe { two_by_two(tile) };
+            return;
+        }
+        if lower == 0 && tile.num_panels == 4 {
+            self.configure(tile.num_rows, 0);
+            // SAFETY: passed on.
+            unsafe { one_by_four(tile) };
+            return;
+        }
+        for first_row in (0..tile.num_rows).step_by(TILE_ROWS) {
+            let num_rows = TILE_ROWS.min(tile.num_rows - first_row);
+            self.configure(num_rows, 0);
+            for panel in 0..tile.num_panels {
+                let part = Tile {
+                    num_rows,
+                    num_panels: 1,
+                    x: tile.x.wrapping_add(first_row * tile.x_stride),
+                    panels: tile.panels.wrapping_add(panel * tile.panel_stride),
+                    sums: tile
+                        .sums
+                        .wrapping_add(first_row * tile.sums_stride + panel * LANES),
+                    ..*tile
+                };
+                // SAFETY: a part of what the caller vouches for.
+                unsafe { one_by_one(&part) };
+            }
+        }
+    }
+}
