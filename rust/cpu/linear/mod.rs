@@ -92,10 +92,10 @@ impl Linear<'_> {
             ));
         }
         if x.dtype != weight.dtype() {
-            let allowed = format!("that of the weight, {:?}", weight.dtype());
+            let allowed = format!("that of the weight, {}", weight.dtype().name());
             return Err(InvalidArgument::new(
                 "dtype of x",
-                format!("{:?}", x.dtype),
+                x.dtype.name(),
                 allowed,
             ));
         }
