@@ -4,11 +4,12 @@
 //! thread that drew a long one, or that the system has stopped, does not hold up the others. No result may depend on
 //! who computed what.
 //!
-//! The pool is our own because a forward pass forks some two hundred times, a few tens of microseconds apart. rayon's
-//! threads sleep in between and are woken by the system each time; those of torch's `OpenMP` spin, for good or for a
-//! while, and take the cores from whoever works. Here a thread that has run out of work spins for `SPIN`, lets others
-//! run after `SPIN_ALONE` of that, and then sleeps. A call while another thread of the process is using the pool
-//! computes alone: its cores are busy anyway.
+//! The pool is our own because a forward pass forks some hundred times, a few tens of microseconds apart. rayon's
+//! threads soon sleep in between and are woken by the system; those of torch's `OpenMP` spin, for good or for a while,
+//! and take the cores from whoever works. Here a thread that has run out of work spins for `SPIN`, lets others run
+//! after `SPIN_ALONE` of that, and then sleeps. Measured on two cores, pairs in one run: a product that takes one
+//! thread 75 us takes two of ours 41 to 52 us, with 0, 30 or 60 us of Python between calls; rayon's 49 to 58, 51, and
+//! 55 to 76. A call while another thread of the process is using the pool computes alone: its cores are busy anyway.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -328,7 +328,7 @@ fn what_does_not_fit_is_refused() {
     let half = Rows::filled(Dtype::Bf16, 2, 30, 0);
     assert_eq!(
         refusal(half.view(0, 2), out.view(0, 2)),
-        "dtype of x is Bf16, allowed: that of the weight, F32"
+        "dtype of x is bfloat16, allowed: that of the weight, float32"
     );
     let x = Rows::filled(Dtype::F32, 3, 30, 0);
     assert_eq!(

@@ -50,20 +50,10 @@ impl Amx {
 /// Linux gives a process the state of the tiles on request (`arch_prctl`, `ARCH_REQ_XCOMP_PERM`, `XTILEDATA`), for all
 /// of its threads.
 fn request_tiles() -> bool {
-    let result: i64;
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XTILEDATA: libc::c_long = 18;
     // SAFETY: a system call that takes two numbers and touches no memory of ours.
-    unsafe {
-        asm!(
-            "syscall",
-            inout("rax") 158_i64 => result,
-            in("rdi") 0x1023_i64,
-            in("rsi") 18_i64,
-            out("rcx") _,
-            out("r11") _,
-            options(nostack),
-        );
-    }
-    result == 0
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
 }
 
 /// What `ldtilecfg` reads.

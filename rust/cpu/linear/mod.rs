@@ -3,6 +3,7 @@
 //! | file | owns |
 //! |---|---|
 //! | `packed` | the weights in panels of sixteen columns, and their way there and back |
+//! | `memory` | what the panels lie in |
 //! | `arithmetic` | how products are summed, one way for a process and a type |
 //! | `fma`, `dot_bf16`, `amx` | the inner loops: one tile of rows and panels |
 //! | `piece` | the loops around them: cache blocking, and what is done to a sum before it is written |
@@ -18,6 +19,7 @@ mod arithmetic;
 #[cfg(target_arch = "x86_64")]
 mod dot_bf16;
 mod fma;
+mod memory;
 mod packed;
 mod piece;
 
@@ -92,12 +94,8 @@ impl Linear<'_> {
             ));
         }
         if x.dtype != weight.dtype() {
-            let allowed = format!("that of the weight, {:?}", weight.dtype());
-            return Err(InvalidArgument::new(
-                "dtype of x",
-                format!("{:?}", x.dtype),
-                allowed,
-            ));
+            let allowed = format!("that of the weight, {}", weight.dtype().name());
+            return Err(InvalidArgument::new("dtype of x", x.dtype.name(), allowed));
         }
         if (out.num_rows, out.width) != (x.num_rows, weight.out_size()) {
             return Err(InvalidArgument::new(

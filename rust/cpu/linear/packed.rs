@@ -9,6 +9,7 @@ use super::super::InvalidArgument;
 use super::super::element::{Dtype, load_row};
 use super::super::pool;
 use super::Arithmetic;
+use super::memory::Memory;
 use crate::cpu::isa::LANES;
 
 /// Panels that a thread packs at a time.
@@ -35,14 +36,9 @@ unsafe impl Send for Part {}
 // SAFETY: as above.
 unsafe impl Sync for Part {}
 
-/// A cache line.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
 /// A weight in panels, and its bias.
 pub struct PackedWeight {
-    lines: Vec<Line>,
+    panels: Memory,
     /// By column of the panels; empty if there is none.
     bias: Vec<f32>,
     arithmetic: Arithmetic,
@@ -123,9 +119,9 @@ impl PackedWeight {
             pair: arithmetic.pair(),
         };
         // SAFETY: passed on.
-        let (lines, bias) = unsafe { (packing.lines(num_panels), packing.bias(num_panels)) };
+        let (panels, bias) = unsafe { (packing.panels(num_panels), packing.bias(num_panels)) };
         Ok(Self {
-            lines,
+            panels,
             bias,
             arithmetic,
             dtype,
@@ -159,7 +155,7 @@ impl PackedWeight {
 
     /// Bytes of the panels.
     pub fn num_bytes(&self) -> usize {
-        self.lines.len() * size_of::<Line>()
+        self.panels.num_bytes()
     }
 
     /// Elements of the panels, padding included.
@@ -193,9 +189,9 @@ impl PackedWeight {
     /// Address of a panel's first element.
     pub(super) fn panel(&self, panel: usize) -> *const u8 {
         debug_assert!(panel < self.num_panels);
-        self.lines
-            .as_ptr()
-            .cast::<u8>()
+        self.panels
+            .address()
+            .cast_const()
             .wrapping_add(panel * self.panel_bytes())
     }
 
@@ -284,13 +280,10 @@ impl Packing<'_> {
 
     /// # Safety
     /// The parts are readable.
-    unsafe fn lines(&self, num_panels: usize) -> Vec<Line> {
+    unsafe fn panels(&self, num_panels: usize) -> Memory {
         let panel_bytes = self.depth * LANES * self.dtype.size();
-        let num_lines = (num_panels * panel_bytes).div_ceil(size_of::<Line>());
-        let mut lines: Vec<Line> = Vec::with_capacity(num_lines);
-        // Panels of half types may end within the last line.
-        lines.spare_capacity_mut()[num_lines - 1].write(Line([0; 64]));
-        let address = lines.as_mut_ptr().cast::<u8>();
+        let memory = Memory::new(num_panels * panel_bytes);
+        let address = memory.address();
         let mut pieces: Vec<Panels> = (0..num_panels)
             .step_by(PANELS_PER_PIECE)
             .map(|first| Panels {
@@ -304,7 +297,7 @@ impl Packing<'_> {
         pool::for_each(&mut pieces, estimated_ns as u64, |piece| {
             for panel in 0..piece.count {
                 let out = piece.address.wrapping_add(panel * panel_bytes);
-                // SAFETY: the panel lies within the capacity, and this piece alone writes it.
+                // SAFETY: the panel lies within the memory, and this piece alone writes it.
                 unsafe {
                     match self.dtype {
                         Dtype::F32 => self.write_panel::<u32>(piece.first + panel, out.cast()),
@@ -313,9 +306,7 @@ impl Packing<'_> {
                 }
             }
         });
-        // SAFETY: every byte was written: panels follow each other without gaps.
-        unsafe { lines.set_len(num_lines) };
-        lines
+        memory
     }
 
     /// # Safety
