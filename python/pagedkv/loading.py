@@ -56,6 +56,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     logger.info("loading %s from %s onto %s", source.name, source.path, device)
     loaded = load_model(source, config.dtype, device, progress=sys.stderr.isatty())
     logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
+    loaded.model.pack(ops, release=True, progress=sys.stderr.isatty())
     tokenizer = Tokenizer.load(source)
     model_config = loaded.config
     if isinstance(ops, CudaOps):
@@ -95,8 +96,12 @@ def choose_device(device: str) -> torch.device:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Bounds the threads of torch's operations and of the kernels in Rust."""
-    torch.set_num_threads(num_threads)
+    """Sets the threads of the kernels in Rust.
+
+    Where these do all that takes long, torch gets one thread: idle threads of two pools would take the cores
+    from each other.
+    """
+    torch.set_num_threads(num_threads if _core.cpu_isa() == "portable" else 1)
     _core.set_num_threads(num_threads)
 
 

@@ -10,6 +10,7 @@
 //! | [`RequestFlags`] | any thread | owner | request ids, and the wish to abort one |
 //! | [`Parker`] | any thread | owner | the wake-up of an idle owner |
 //! | [`StatsCell`] | owner | any thread | counters, as one consistent snapshot |
+//! | [`Board`] | owner of a thread pool | its workers | the pieces of a job |
 //!
 //! The order of use is always the same: publish first (push, raise a flag), [`Parker::unpark`] second. The
 //! owner drains first and parks second. `README.md` beside this file tells the protocols in prose and names
@@ -17,6 +18,7 @@
 //!
 //! Atomics come from `primitive`, which is std or, under `cfg(pagedkv_loom)`, the loom model checker.
 
+mod board;
 mod chain;
 mod flags;
 mod inbox;
@@ -25,6 +27,7 @@ mod primitive;
 mod snapshot;
 mod stats;
 
+pub use board::Board;
 pub use chain::{PushChain, Taken};
 pub use flags::RequestFlags;
 pub use inbox::{Receiver, Sender, inbox};
