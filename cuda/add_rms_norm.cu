@@ -1,18 +1,17 @@
-// Adds what a layer computed to its input, and scales the rows of the sum to a root mean square of 1.
+// Adds what a layer computed to the residual, in place, and scales the rows of the sum to a root mean square of 1.
 //
 // grid (rows), block up to 256 threads, which divide the row's chunks of 8 elements; the row waits in shared memory
 // (2 * size bytes, then a float a warp) between the two uses, so it is read once.
 //
-//   sum = round(x + residual);  out = round(sum / sqrt(mean(sum^2) + eps)) * weight
+//   residual = round(x + residual);  out = round(residual / sqrt(mean(residual^2) + eps)) * weight
 //
 // The rounding in the middle is the models' own: they were trained with it.
 #include "common.cuh"
 
 struct NormParams {
   Element* out;              // [rows, size], without gaps
-  Element* sum_out;          // [rows, size], without gaps; unused without a residual
   const Element* x;          // [rows, size], rows x_stride apart
-  const Element* residual;   // likewise, residual_stride apart; null adds nothing
+  Element* residual;         // likewise, residual_stride apart; becomes the sum. Null: x alone is scaled
   const Element* weight;     // [size]
   int64_t x_stride;          // in elements
   int64_t residual_stride;   // in elements
@@ -30,13 +29,14 @@ extern "C" __global__ void __launch_bounds__(256) add_rms_norm(const __grid_cons
   for (int i = threadIdx.x; i < num_chunks; i += blockDim.x) {
     Chunk chunk = read_chunk(p.x + row * p.x_stride + i * 8);
     if (p.residual) {
-      Chunk other = read_chunk(p.residual + row * p.residual_stride + i * 8);
+      Element* place = p.residual + row * p.residual_stride + i * 8;
+      Chunk other = read_chunk(place);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         float2 a = Numbers::widen(chunk.pairs[j]), b = Numbers::widen(other.pairs[j]);
         chunk.pairs[j] = Numbers::narrow(a.x + b.x, a.y + b.y);
       }
-      write_chunk(p.sum_out + row * p.size + i * 8, chunk);
+      write_chunk(place, chunk);  // No other thread reads it.
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {

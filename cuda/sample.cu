@@ -1,18 +1,19 @@
 // Draws one token a row without sorting: temperature, top-k, top-p, min-p, and the largest score + Gumbel noise.
 //
-// grid (rows), block 1024. What is drawn is defined by pagedkv.ops.Ops.sample and the noise by pagedkv.ops.philox:
-// the random words are equal to the CPU's bit for bit, and the noise made of them in double precision as well.
+// grid (rows), block 1024. What is drawn is defined by pagedkv.ops.Ops.sample, the noise by pagedkv.ops.philox, and
+// logarithm and exponential by pagedkv.ops.exact: words, noise and masses are equal to the CPU's bit for bit.
 //
 // Tokens are ranked by a 64-bit key, score above, lower id first among equal scores, so no two are equal. A filter
 // keeps the tokens from some key on. That key is found by a weighted radix selection: a histogram of the weights (1
-// for top-k, the probability for top-p) tells the digit, then the next digit is looked for among the tokens that
-// share it. Probabilities are added as integers, so the sums do not depend on the order.
+// for top-k, the mass for top-p) tells the digit, then the next digit is looked for among the tokens that
+// share it. Masses are integers, so their sums do not depend on the order.
 #include "common.cuh"
+#include "noise.cuh"
 
 struct SampleParams {
-  int64_t* tokens;       // [rows]; -1 if a row holds NaN
+  int64_t* tokens;       // [rows]; NOT_A_NUMBER or INFINITE for a row that cannot be sampled
   const float* logits;   // [rows, vocab_size], rows logits_stride apart
-  const int4* rows;      // [rows, 2]: see SamplingRow
+  const int* rows;       // [rows, NUM_WORDS]: see read_row
   int64_t logits_stride;  // in elements
   int vocab_size;
 };
@@ -26,6 +27,11 @@ struct SamplingRow {
   uint32_t sample_index, position;
 };
 
+// In place of a token, as rust/cpu/sample.rs has them.
+constexpr int64_t NOT_A_NUMBER = -1;  // The row holds NaN.
+constexpr int64_t INFINITE = -2;      // The largest logit is infinite, and there is a choice.
+
+constexpr int NUM_WORDS = 9;
 constexpr int NUM_BINS = 256;
 constexpr int NUM_THREADS = 1024;
 
@@ -35,10 +41,11 @@ struct Scratch {
   uint64_t result[2];
 };
 
-INLINE SamplingRow read_row(const int4* rows, int index) {
-  int4 a = rows[2 * index], b = rows[2 * index + 1];
-  return {__int_as_float(a.x), __int_as_float(a.y), __int_as_float(a.z), a.w,
-          uint32_t(b.x),       uint32_t(b.y),       uint32_t(b.z),       uint32_t(b.w)};
+// The words of a row are those of the arena, see pagedkv.batch.SamplingRows. The last one, num_logprobs, is not read.
+INLINE SamplingRow read_row(const int* rows, int index) {
+  const int* words = rows + index * NUM_WORDS;
+  return {__int_as_float(words[0]), __int_as_float(words[1]), __int_as_float(words[2]), words[3],
+          uint32_t(words[4]),       uint32_t(words[5]),       uint32_t(words[6]),       uint32_t(words[7])};
 }
 
 // ---- keys
@@ -82,9 +89,6 @@ struct Scores {
   // Relative to the best, so that any temperature > 0 stays finite.
   __device__ __forceinline__ float at(int token) const { return (logits[token] - largest) / temperature + 0.0f; }
 };
-
-// e^score in units of 2^-40. Scores are at most 0; below -28 less than one unit is left.
-INLINE uint64_t mass_of(float score) { return score < -28.0f ? 0 : uint64_t(exp(double(score)) * 1099511627776.0); }
 
 // The first digit: bins of 1/8 that spread usual scores, so that few threads add to the same bin at once.
 INLINE int bin_of(float score) {
@@ -152,32 +156,12 @@ INLINE uint64_t select_key(const Scores& scores, uint64_t floor, uint64_t target
   return prefix | uint64_t(255) << 24;
 }
 
-// ---- noise, see pagedkv.ops.philox
-
-INLINE uint4 philox(uint4 counter, uint2 key) {
-#pragma unroll
-  for (int round = 0; round < 10; round++) {
-    uint32_t high_0 = __umulhi(0xD2511F53u, counter.x), low_0 = 0xD2511F53u * counter.x;
-    uint32_t high_1 = __umulhi(0xCD9E8D57u, counter.z), low_1 = 0xCD9E8D57u * counter.z;
-    counter = make_uint4(high_1 ^ counter.y ^ key.x, low_1, high_0 ^ counter.w ^ key.y, low_0);
-    key = make_uint2(key.x + 0x9E3779B9u, key.y + 0xBB67AE85u);
-  }
-  return counter;
-}
-
-INLINE float gumbel(uint32_t word) {
-  double u = (double(word >> 8) + 0.5) * 5.9604644775390625e-08;  // 2^-24
-  return -float(log(-log(u)));
-}
-
-// No less than gumbel(word): -log(-log(u)) <= -log(1 - u), here with room for the approximate logarithm.
-INLINE float gumbel_bound(uint32_t word) {
-  float rest = 16777215.5f - float(word >> 8);  // (1 - u) * 2^24
-  return (24.0f - log2_fast(rest)) * 0.693147182f + 0.001f;
-}
+// ---- the draw
 
 // The kept token with the largest score + noise, as a key.
-INLINE uint64_t draw(const Scores& scores, const SamplingRow& row, uint64_t floor, uint64_t best_key) {
+INLINE uint64_t draw(const Scores& scores, const SamplingRow& row, uint64_t floor) {
+  // The largest mass is the unit. A comparison with the next integer is one with the product.
+  uint32_t least_mass = row.min_p > 0.0f ? uint32_t(fmin(ceil(double(row.min_p) * UNIT_MASS), double(UNIT_MASS))) : 0;
   uint64_t best = 0;
   float best_value = MINUS_INFINITY;
   for (int group = threadIdx.x; group * 4 < scores.vocab_size; group += NUM_THREADS) {
@@ -188,10 +172,10 @@ INLINE uint64_t draw(const Scores& scores, const SamplingRow& row, uint64_t floo
       int token = group * 4 + i;
       if (token >= scores.vocab_size) break;
       float score = scores.at(token);
-      // The exact noise costs two logarithms in double precision; most tokens cannot win whatever it is.
+      // The noise costs two logarithms; most tokens cannot win whatever it is.
       if (score + gumbel_bound(word[i]) < best_value) continue;
       if (rank_key(score, token) < floor) continue;
-      if (row.min_p > 0.0f && exp(double(score)) < double(row.min_p) && token != token_of(best_key)) continue;
+      if (mass_of(score) < least_mass) continue;
       float value = score + gumbel(word[i]);
       uint64_t key = rank_key(value, token);
       if (key > best) {
@@ -232,10 +216,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) sample(const __grid_co
       uint64_t target = uint64_t(ceil(double(row.top_p) * double(mass)));
       floor = select_key<true>(scores, floor, target > 0 ? target : 1, scratch);
     }
-    best_key = reduce<true>(draw(scores, row, floor, best_key), scratch);
+    best_key = reduce<true>(draw(scores, row, floor), scratch);
   }
   if (threadIdx.x == 0) {
-    bool failed = num_nan > 0 || (row.temperature > 0.0f && !drawable);
-    p.tokens[blockIdx.x] = failed ? -1 : token_of(best_key);
+    int64_t token = row.temperature > 0.0f && !drawable ? INFINITE : token_of(best_key);
+    p.tokens[blockIdx.x] = num_nan > 0 ? NOT_A_NUMBER : token;
   }
 }

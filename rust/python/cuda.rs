@@ -12,7 +12,7 @@ macro_rules! sources {
 }
 
 /// Text by file name; the kernels and the headers they include.
-const SOURCES: [(&str, &str); 13] = sources![
+const SOURCES: [(&str, &str); 14] = sources![
     "add_rms_norm.cu",
     "attention.cu",
     "attention.cuh",
@@ -22,6 +22,7 @@ const SOURCES: [(&str, &str); 13] = sources![
     "copy_blocks.cu",
     "fp8.cuh",
     "merge_parts.cu",
+    "noise.cuh",
     "ptx.cuh",
     "rope_cache.cu",
     "sample.cu",

@@ -105,8 +105,9 @@ def add_rms_norm(sources: dict[str, str]) -> None:
     for seed in SEEDS:
         ops = CudaOps(HostDevice(sources=sources, seed=seed))
         x, residual, weight = (0.01 * torch.randn(shape).bfloat16() for shape in ((3, 576), (3, 576), (576,)))
-        out, total = ops.add_rms_norm(x, residual, weight, 1e-4)
-        expect(torch.equal(total, x + residual))
+        total = x + residual
+        out = ops.add_rms_norm(x, residual, weight, 1e-4)
+        expect(torch.equal(residual, total))
         expect(relative_error(out, reference.rms_norm(total, weight, 1e-4).double()) < 5e-4)
 
 
@@ -118,7 +119,7 @@ def silu_mul(sources: dict[str, str]) -> None:
 
 
 def sample(sources: dict[str, str]) -> None:
-    """Many equal logits, every small top_k, flat rows where each token may win, and NaN."""
+    """Many equal logits, every small top_k, flat rows where each token may win, NaN and infinity."""
     ops = CudaOps(HostDevice(sources=sources, seed=3))
     logits = torch.randn(24, 1500, generator=torch.Generator().manual_seed(4)).mul(4).round()
     flat = torch.randn(12, 9000, generator=torch.Generator().manual_seed(5))
@@ -128,8 +129,8 @@ def sample(sources: dict[str, str]) -> None:
     cases += [(logits[:2], varied(2, temperature=0.0))]
     for given, entries in cases:
         expect(torch.equal(ops.sample(given, rows(entries)), reference.sample(given, rows(entries))))
-    logits[1, 70] = float("nan")
-    for temperature in (0.0, 1.0):
+    for bad, temperature in ((float("nan"), 0.0), (float("nan"), 1.0), (float("inf"), 1.0)):
+        logits[1, 70] = bad
         try:
             ops.sample(logits[:2], rows(varied(2, temperature=temperature)))
         except ValueError:
@@ -333,7 +334,7 @@ MUTANTS = [
     Mutant(
         "the sum not kept",
         "add_rms_norm.cu",
-        "write_chunk(p.sum_out + row * p.size + i * 8, chunk);",
+        "write_chunk(place, chunk);",
         "",
         add_rms_norm,
     ),
@@ -345,11 +346,14 @@ MUTANTS = [
         silu_mul,
     ),
     Mutant("the wrong row", "silu_mul.cu", "p.up + row * p.up_stride", "p.up + row * p.size", silu_mul, True),
-    Mutant("nine rounds", "sample.cu", "round < 10", "round < 9", sample, True),
+    Mutant("nine rounds", "noise.cuh", "round < 10", "round < 9", sample, True),
     Mutant("ties to the last", "sample.cu", "| uint32_t(~token)", "| uint32_t(token)", sample),
     Mutant("one more of k", "sample.cu", "0, row.top_k, scratch", "0, row.top_k + 1, scratch", sample),
-    Mutant("an unsound bound", "sample.cu", "(24.0f - log2_fast(rest))", "(14.0f - log2_fast(rest))", sample),
-    Mutant("no min_p", "sample.cu", "row.min_p > 0.0f &&", "row.min_p > 1.0f &&", sample),
+    Mutant("an unsound bound", "noise.cuh", "(23.0f - log2_fast(rest))", "(13.0f - log2_fast(rest))", sample),
+    Mutant("no min_p", "sample.cu", "row.min_p > 0.0f ?", "row.min_p > 1.0f ?", sample),
+    Mutant("an infinite best", "sample.cu", "!drawable ? INFINITE", "false ? INFINITE", sample),
+    Mutant("a word's last bits", "noise.cuh", "(float(word >> 9) + 0.5f)", "float(word >> 9)", sample),
+    Mutant("a power too small", "noise.cuh", "sum, f, 1.0f)", "sum, f, 0.999f)", sample),
     Mutant(
         "a bin too low",
         "sample.cu",

@@ -35,7 +35,7 @@ def starts(lengths: list[int]) -> Tensor:
 
 
 def no_sampling() -> SamplingRows:
-    return SamplingRows.from_words(torch.empty((0, 9), dtype=torch.int32))
+    return SamplingRows(torch.empty((0, 9), dtype=torch.int32))
 
 
 def make_batch(lengths: list[tuple[int, int]], tables: list[Tensor], block_size: int) -> StepBatch:
@@ -57,6 +57,7 @@ def make_batch(lengths: list[tuple[int, int]], tables: list[Tensor], block_size:
         sample_rows=torch.zeros(0, dtype=torch.int32),
         sampling=no_sampling(),
         copies=torch.zeros((0, 2), dtype=torch.int32),
+        beams=torch.zeros((0, 2), dtype=torch.int32),
         num_decodes=sum(num_tokens == 1 for num_tokens, _ in lengths),
     )
 

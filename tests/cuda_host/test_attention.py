@@ -117,10 +117,10 @@ def test_padding_of_the_work_list_does_nothing():
     step = make_step([(1, 20)])
     ops = CudaOps(HostDevice())
     expected = ops.paged_attention(step.q, step.key_cache, step.value_cache, step.batch, step.scale)
-    placed = ops._placed
+    placed = step.batch.prepared[ops.name]
     padded = torch.cat((placed.items, torch.zeros((3, 8), dtype=torch.int32)))
     plan = replace(placed.plan, items=padded.numpy())
-    ops._placed = replace(placed, plan=plan, items=padded)
+    step.batch.prepared[ops.name] = replace(placed, plan=plan, items=padded)
     given = ops.paged_attention(step.q, step.key_cache, step.value_cache, step.batch, step.scale)
     assert torch.equal(given, expected)
 

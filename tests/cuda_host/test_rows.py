@@ -36,9 +36,47 @@ def test_rms_norm(ops, dtype, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rms_norm_rounds_the_sum_first(ops, dtype):
     x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((3, 192), (3, 192), (192,)))
-    out, total = ops.add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(total, x + residual)
+    total = x + residual
+    out = ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, total)
     assert relative_error(out, reference.rms_norm(total, weight, 1e-6).double()) < ROUNDING[dtype] / 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_adds_in_place_to_rows_with_gaps(ops, dtype):
+    x, residual = (torch.randn(3, 200).to(dtype) for _ in range(2))
+    weight, before = torch.randn(192).to(dtype), residual.clone()
+    ops.add_rms_norm(x[:, :192], residual[:, :192], weight, 1e-6)
+    assert torch.equal(residual[:, :192], (x + before)[:, :192])
+    assert torch.equal(residual[:, 192:], before[:, 192:])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            torch.zeros(2, 192),
+            r"residual is \[2, 192\] of torch.float32, allowed: \[3, 192\] of torch.float16",
+        ),
+        (torch.zeros(3, 196).half()[:, :192], "residual has rows of 192 elements 196 apart"),
+    ],
+)
+def test_a_residual_that_does_not_fit_is_refused(ops, other, message):
+    with pytest.raises(ValueError, match=message):
+        ops.add_rms_norm(torch.zeros(3, 192).half(), other, torch.zeros(192).half(), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_weights_multiply_as_the_references_do(ops, dtype):
+    x, first, second = (torch.randn(shape).to(dtype) for shape in ((5, 64), (96, 64), (96, 64)))
+    bias = torch.randn(96).to(dtype)
+    for gated, biases in ((False, [bias, None]), (True, [None, None])):
+        packed = ops.pack_linear([first, second], biases, gated=gated)
+        expected = reference.linear(x, reference.pack_linear([first, second], biases, gated=gated))
+        assert relative_error(ops.linear(x, packed), expected.double()) < ROUNDING[dtype]
+    assert ops.linear(x, packed, torch.float32).dtype == torch.float32
+    ids = torch.tensor([7, 0, 95], dtype=torch.int32)
+    assert torch.equal(ops.embedding(ids, ops.pack_linear([first], [None])), first[ids.long()])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

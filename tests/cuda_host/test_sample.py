@@ -1,14 +1,33 @@
-"""The sampler draws the tokens that the reference draws: the same words of Philox, the same filters."""
+"""The sampler draws the tokens that the reference draws: the same noise and masses, the same filters."""
 
 import pytest
 import torch
 
-from host_device import HostDevice
+from host_device import HostDevice, checkout_sources
 from pagedkv.batch import SamplingRows
-from pagedkv.ops import reference
+from pagedkv.ops import exact, philox, reference
 from pagedkv.ops.cuda import CudaOps
+from pagedkv.ops.cuda_kernels import Kernel, ParamLayout
 
 FIELDS = ("temperature", "top_p", "min_p", "top_k", "seed_low", "seed_high", "sample_index", "position")
+
+
+# Applies the arithmetic of sampling to a number a thread.
+NOISE = """
+#include "common.cuh"
+#include "noise.cuh"
+struct NoiseParams {
+  float* noise;
+  int* masses;
+  const int* words;
+  const float* scores;
+};
+extern "C" __global__ void noise(const __grid_constant__ NoiseParams p) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  p.noise[i] = gumbel(p.words[i]);
+  p.masses[i] = mass_of(p.scores[i]);
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +44,7 @@ def rows(entries):
         words_of_row[:3] = floats.view(torch.int32)
         for column, name in enumerate(FIELDS[3:], start=3):
             words_of_row[column] = values.get(name, 0)
-    return SamplingRows.from_words(words)
+    return SamplingRows(words)
 
 
 def check(ops, logits, entries):
@@ -39,6 +58,25 @@ def varied(count, **changes):
         {"seed_low": 77 + i, "seed_high": i * 1_000_003, "sample_index": i % 3, "position": 40 * i} | changes
         for i in range(count)
     ]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_noise_and_masses_are_the_references_to_the_last_bit(arch):
+    num_blocks, num_threads = 64, 1024
+    generator = torch.Generator().manual_seed(8)
+    size = num_blocks * num_threads
+    words = torch.randint(-(1 << 31), 1 << 31, (size,), generator=generator).int()
+    words[:4] = torch.tensor([0, -1, 511, -512])
+    scores = -25 * torch.rand(size, generator=generator) ** 3
+    scores[:6] = torch.tensor([0.0, -1e-8, -20.79, -20.8, -1e30, float("-inf")])
+    noise, masses = torch.empty(size), torch.empty(size, dtype=torch.int32)
+    sources = checkout_sources() | {"noise.cu": NOISE}
+    params = ParamLayout("noise", sources).pack(
+        noise=noise.data_ptr(), masses=masses.data_ptr(), words=words.data_ptr(), scores=scores.data_ptr()
+    )
+    HostDevice(arch, sources=sources).load(Kernel("noise")).launch((num_blocks, 1), num_threads, 0, params)
+    assert torch.equal(noise, philox.gumbel_of_word(words.long() & 0xFFFFFFFF))
+    assert torch.equal(masses.long(), exact.mass(scores))
 
 
 def test_greedy_and_ties(ops):
@@ -90,5 +128,22 @@ def test_a_mixed_batch(ops):
 def test_nan_is_an_error(ops):
     logits = torch.zeros(3, 64)
     logits[2, 60] = float("nan")
-    with pytest.raises(ValueError, match="row 2 of the logits holds NaN"):
+    with pytest.raises(ValueError, match="row 2 of the logits is NaN somewhere, allowed: numbers"):
         ops.sample(logits, rows([{}, {"temperature": 0.0}, {}]))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_largest_logit_is_an_error_unless_it_is_taken_greedily(ops, sign):
+    logits = torch.full((2, 64), float("-inf"))
+    logits[1, 60] = sign * float("inf")
+    logits[0, 7] = 1
+    check(ops, logits, [{}, {"temperature": 0.0}])
+    with pytest.raises(ValueError, match="row 1 of the logits is infinite at its largest, allowed: numbers"):
+        ops.sample(logits, rows([{}, {}]))
+
+
+def test_logits_that_the_kernel_cannot_read_are_refused(ops):
+    with pytest.raises(ValueError, match=r"logits are torch.float16 with strides"):
+        ops.sample(torch.zeros(1, 64).half(), rows([{}]))
+    with pytest.raises(ValueError, match="rows of sampling are 2, allowed: 3"):
+        ops.sample(torch.zeros(3, 64), rows([{}, {}]))

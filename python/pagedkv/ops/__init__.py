@@ -2,7 +2,7 @@
 
 `Ops` is the contract. `reference` (torch) says what is right, `cpu` (Rust) and `cuda` must agree with it. The
 models call these functions, the runner picks the backend once with `choose`. A backend is a module or an
-object; it holds no state between calls.
+object; between calls it holds nothing that changes a result.
 
 Letters in shapes: T tokens of the step, R rows to sample, H query heads, G key/value heads, D head_dim, V
 vocabulary, P positions in the table of angles, NB blocks (the null block included), C copies. Shapes are

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.ops import reference
 from pagedkv.ops.cuda_kernels import (
     BLOCK_SIZES,
     BULK_HEAD_DIMS,
@@ -34,8 +35,7 @@ from pagedkv.ops.cuda_kernels import (
     wide_shape,
 )
 from pagedkv.ops.cuda_plan import AttentionPlan, PlanOptions, plan_attention
-from pagedkv.ops.reference import linear as torch_linear
-from pagedkv.ops.reference import logprobs as torch_logprobs
+from pagedkv.ops.reference import PackedWeight
 
 
 def on_gpu() -> "CudaOps":
@@ -48,6 +48,8 @@ def on_gpu() -> "CudaOps":
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "half"}
 _FP8 = torch.float8_e4m3fn
 _MAX_ROW_THREADS = 256
+# In place of a token, see `cuda/sample.cu`: the row holds NaN.
+_NOT_A_NUMBER = -1
 
 
 class LoadedKernel(Protocol):
@@ -79,7 +81,6 @@ class Device(Protocol):
 class _PlacedPlan:
     """A plan with its arrays on the device, and room for the results of parts."""
 
-    batch: StepBatch
     plan: AttentionPlan
     items: Tensor  # [N, 8]
     merge_rows: Tensor
@@ -90,8 +91,8 @@ class _PlacedPlan:
 class CudaOps:
     """`pagedkv.ops.Ops` by CUDA kernels.
 
-    Between calls it keeps what makes them cheap: loaded kernels, and the plan of the step that is being
-    computed, which all layers share.
+    Between calls it keeps nothing but loaded kernels; the plan of a step, which all layers share, is kept
+    with its batch.
     """
 
     name = "cuda"
@@ -118,7 +119,6 @@ class CudaOps:
         self._swizzled = swizzled
         self._scales = (key_scale, value_scale)
         self._layouts: dict[str, ParamLayout] = {}
-        self._placed: _PlacedPlan | None = None
 
     def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
         """Compiles and loads what a model needs, so that no step has to wait for it.
@@ -136,24 +136,26 @@ class CudaOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `pagedkv.ops.Ops.rms_norm`."""
-        return self._norm(x, None, weight, eps)[0]
+        return self._norm(x, None, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of `x + residual` and that sum, both [N, I]; the sum is rounded first."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `pagedkv.ops.Ops.add_rms_norm`."""
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            given = f"{list(residual.shape)} of {residual.dtype}"
+            raise ValueError(f"residual is {given}, allowed: {list(x.shape)} of {x.dtype}")
+        _row_size("residual", residual)
         return self._norm(x, residual, weight, eps)
 
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         size = _row_size("x", x)
         threads = _row_threads(size)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        total = torch.empty_like(out) if residual is not None else x
         self._launch(
             row_kernel("add_rms_norm", _element("x", x)),
             (len(x), 1),
             threads,
             norm_shared_bytes(size, threads),
             out=out.data_ptr(),
-            sum_out=total.data_ptr() if residual is not None else 0,
             x=x.data_ptr(),
             residual=residual.data_ptr() if residual is not None else 0,
             weight=weight.data_ptr(),
@@ -162,7 +164,7 @@ class CudaOps:
             eps=eps,
             size=size,
         )
-        return out, total
+        return out
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `pagedkv.ops.Ops.silu_mul`."""
@@ -183,9 +185,24 @@ class CudaOps:
         )
         return out
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # ---- matrices, which torch multiplies
+
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False
+    ) -> PackedWeight:
+        """See `pagedkv.ops.Ops.pack_linear`."""
+        return reference.pack_linear(weights, biases, gated=gated)
+
+    def linear(self, x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
         """See `pagedkv.ops.Ops.linear`."""
-        return torch_linear(x, weight, bias)
+        out = torch.nn.functional.linear(x, weight.weight, weight.bias)
+        if weight.gated:
+            out = self.silu_mul(*out.chunk(2, dim=-1))
+        return out if out_dtype is None else out.to(out_dtype)
+
+    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
+        """See `pagedkv.ops.Ops.embedding`."""
+        return reference.embedding(token_ids, weight)
 
     # ---- the cache
 
@@ -353,7 +370,8 @@ class CudaOps:
 
     def _plan(self, batch: StepBatch, options: PlanOptions) -> _PlacedPlan:
         """The plan of this step: made for its first layer, kept for the others."""
-        if self._placed is None or self._placed.batch is not batch:
+        placed: _PlacedPlan | None = batch.prepared.get(self.name)
+        if placed is None:
             plan = plan_attention(
                 batch.query_start.cpu().numpy(),
                 batch.seq_lens.cpu().numpy(),
@@ -365,20 +383,23 @@ class CudaOps:
             # One copy to the device for all of them. The items come first, which are read 16 bytes at once.
             flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
             flat = flat.to(batch.query_start.device, non_blocking=True)
-            placed = torch.split(flat, [array.size for array in arrays])
-            self._placed = _PlacedPlan(batch, plan, placed[0].view(-1, plan.items.shape[1]), *placed[1:])
-        return self._placed
+            items, *rest = torch.split(flat, [array.size for array in arrays])
+            placed = _PlacedPlan(plan, items.view(-1, plan.items.shape[1]), *rest)
+            batch.prepared[self.name] = placed
+        return placed
 
     # ---- sampling
 
     def sample(self, logits: Tensor, sampling: SamplingRows) -> Tensor:
         """See `pagedkv.ops.Ops.sample`."""
         num_rows, vocab_size = logits.shape
-        # The fields of a row side by side: what the kernel reads is one struct of words a row.
-        floats = torch.stack((sampling.temperature, sampling.top_p, sampling.min_p), dim=1)
-        names = ("top_k", "seed_low", "seed_high", "sample_index", "position")
-        integers = torch.stack([getattr(sampling, field) for field in names], dim=1)
-        rows = torch.cat((floats.view(torch.int32), integers.to(torch.int32)), dim=1).contiguous()
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            given = f"{logits.dtype} with strides {logits.stride()}"
+            raise ValueError(f"logits are {given}, allowed: torch.float32, rows without gaps")
+        if len(sampling.words) != num_rows:
+            raise ValueError(f"rows of sampling are {len(sampling.words)}, allowed: {num_rows}, as of logits")
+        # The kernel reads the arena's words as they are.
+        rows = sampling.words.contiguous().to(logits.device, non_blocking=True)
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         self._launch(
             SAMPLE,
@@ -391,13 +412,16 @@ class CudaOps:
             logits_stride=logits.stride(0),
             vocab_size=vocab_size,
         )
-        if bool((tokens < 0).any()):
-            raise ValueError(f"row {int(torch.nonzero(tokens < 0)[0, 0])} of the logits holds NaN")
+        failed = torch.nonzero(tokens < 0)
+        if len(failed):
+            row = int(failed[0, 0])
+            what = "NaN somewhere" if int(tokens[row]) == _NOT_A_NUMBER else "infinite at its largest"
+            raise ValueError(f"row {row} of the logits is {what}, allowed: numbers")
         return tokens
 
     def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `pagedkv.ops.Ops.logprobs`."""
-        return torch_logprobs(logits, chosen, k)
+        return reference.logprobs(logits, chosen, k)
 
     def _launch(
         self,
