@@ -17,7 +17,7 @@ from pagedkv.front import Front
 from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
-from pagedkv.ops import choose, has_cuda_kernels
+from pagedkv.ops import choose
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.plan import (
     PoolPlan,
@@ -82,14 +82,12 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device that the option names: "auto" is the first GPU where it can be used, else the CPU."""
+    """The device that the option names: "auto" is the CPU, until the CUDA kernels have run on a GPU."""
     if device == "auto":
-        if torch.cuda.is_available() and has_cuda_kernels():
-            return torch.device("cuda:0")
         if torch.cuda.is_available():
             logger.warning(
-                "there is a GPU, but no CuPy, which loads the CUDA kernels (pip install pagedkv[cuda13]): "
-                "the CPU computes"
+                "there is a GPU, but the CUDA kernels have never run on one, so the CPU computes; to try "
+                'them: pip install pagedkv[cuda13] and device="cuda" (on the command line: --device cuda)'
             )
         return torch.device("cpu")
     return torch.device("cuda:0" if device == "cuda" else device)
