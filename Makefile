@@ -13,7 +13,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help build serve test test-rust test-loom test-python lint lint-python lint-rust format bench clean distclean check missing
+.PHONY: help build serve test test-rust test-loom test-python test-cuda-host mutants cuda-limits gpu-check lint lint-python lint-rust format bench clean distclean check missing
 
 SAY := @printf '==> %s\n'
 BIN := $(VENV)/bin
@@ -28,14 +28,14 @@ EXTENSION := $(wildcard python/pagedkv/_core*.so python/pagedkv/_core*.pyd)
 SOURCES := $(shell find rust $(wildcard cuda) -name '*.rs' -o -name '*.cu' -o -name '*.cuh') Cargo.toml Cargo.lock pyproject.toml
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 build: $(VENV)/stamp-model $(VENV)/stamp-extension ## Create .venv, install, build the extension, fetch the demo model
 
 serve: build ## Build, then serve the demo model: make serve ARGS="--port 9000 --model DIR"
 	@exec $(BIN)/python -m pagedkv.serve $(ARGS)
 
-test: check test-rust test-loom test-python ## Run every test, Rust and Python
+test: check test-rust test-loom test-python test-cuda-host ## Run every test, Rust and Python
 
 test-rust: check ## Run the Rust tests and the examples in the Rust documentation
 	$(SAY) "Rust tests"
@@ -57,6 +57,24 @@ test-loom: check ## Check the lock-free structures under every interleaving (loo
 test-python: build $(VENV)/stamp-test ## Run the Python tests: make test-python ARGS="-k prefix"
 	$(SAY) "Python tests"
 	$(BIN)/python -m pytest $(ARGS)
+
+# The kernels are compiled by NVRTC, which comes with torch, and what it makes of them is executed on the CPU.
+test-cuda-host: build $(VENV)/stamp-test ## Compile the CUDA kernels and execute them, without a GPU
+	$(SAY) "CUDA kernels, without a GPU"
+	@if test "$$(uname -sm)" != "Linux x86_64"; then \
+		printf '%s\n' "not run: needs Linux on x86-64; the machine that executes kernels switches its stacks"; \
+	elif ! command -v g++ >/dev/null; then \
+		printf '%s\n' "missing: g++, which builds translated kernels. Debian and Ubuntu: apt install g++" >&2; exit 1; \
+	else $(BIN)/python -m pytest tests/cuda_host $(ARGS); fi
+
+mutants: build $(VENV)/stamp-test ## Plant bugs in the CUDA kernels: each must be noticed
+	$(BIN)/python tests/cuda_host/mutants.py
+
+cuda-limits: build $(VENV)/stamp-test ## Write down the registers that the CUDA kernels use now
+	$(BIN)/python tests/cuda_host/limits.py
+
+gpu-check: ## On a machine with a GPU: check the kernels, measure them, run the engine
+	$(PYTHON) benches/gpu_check.py $(ARGS)
 
 lint: lint-python lint-rust ## Check formatting, types and lints, Rust and Python
 

@@ -2,7 +2,8 @@
 //!
 //! `decode` is one token each of 32 sequences of 1,024: bound by reading keys and values once, so its throughput in
 //! bytes is to be held against the memory bandwidth. `long` is one token of one sequence of 16,384, which more than
-//! one thread can only share by splitting the context. `prefill` is a prompt of 1,024: bound by arithmetic, two
+//! one thread can only share by splitting the context. `cascade` is one token each of 64 sequences of 1,056 that share
+//! the first 1,024: its throughput counts what each of them attends to, and may exceed the bandwidth. `prefill` is a prompt of 1,024: bound by arithmetic, two
 //! multiply-adds for each query head, visible key and element; its throughput is in multiply-adds.
 //!
 //! Expected: decode and long within a factor of two of the memory bandwidth of the threads, prefill at a third or
@@ -18,6 +19,7 @@ use half::bf16;
 use pagedkv::cpu::attention::Attention;
 use pagedkv::cpu::batch::Batch;
 use pagedkv::cpu::element::Dtype;
+use pagedkv::cpu::plan::{Geometry, Plan};
 use pagedkv::cpu::pool;
 use pagedkv::cpu::tensor::{CacheView, RowsView};
 
@@ -35,6 +37,7 @@ struct Step {
     keys: Vec<u32>,
     values: Vec<u32>,
     num_tokens: usize,
+    num_blocks: usize,
     query_start: Vec<i32>,
     seq_lens: Vec<i32>,
     table_start: Vec<i32>,
@@ -79,12 +82,23 @@ impl Step {
             keys: numbers(dtype, elements),
             values: numbers(dtype, elements),
             num_tokens,
+            num_blocks: num_blocks + 1,
             query_start: starts(query_len),
             seq_lens: vec![int(seq_len); num_sequences],
             table_start: starts(table_len),
             block_ids: (0..num_blocks)
                 .map(|idx| int(idx * stride % num_blocks + 1))
                 .collect(),
+        }
+    }
+
+    /// Lets all sequences begin with the blocks of the first one.
+    fn share(&mut self, num_positions: usize) {
+        let table_len = self.block_ids.len() / self.seq_lens.len();
+        let (first, others) = self.block_ids.split_at_mut(table_len);
+        for table in others.chunks_mut(table_len) {
+            let num_blocks = num_positions / BLOCK_SIZE;
+            table[..num_blocks].copy_from_slice(&first[..num_blocks]);
         }
     }
 
@@ -104,7 +118,7 @@ impl Step {
         CacheView {
             address: memory.as_ptr().cast_mut().cast(),
             dtype: self.dtype,
-            num_blocks: self.block_ids.len() + 1,
+            num_blocks: self.num_blocks,
             num_kv_heads: NUM_KV_HEADS,
             block_size: BLOCK_SIZE,
             head_dim: HEAD_DIM,
@@ -114,18 +128,31 @@ impl Step {
         }
     }
 
-    fn attend(&self) {
+    /// The work of the step, which all layers of a model share.
+    fn plan(&self) -> Plan {
+        let batch = Batch {
+            query_start: &self.query_start,
+            seq_lens: &self.seq_lens,
+            table_start: &self.table_start,
+            block_ids: &self.block_ids,
+        };
+        let geometry = Geometry {
+            num_tokens: self.num_tokens,
+            num_heads: NUM_HEADS,
+            num_kv_heads: NUM_KV_HEADS,
+            num_blocks: self.num_blocks,
+            block_size: BLOCK_SIZE,
+        };
+        Plan::new(&batch, geometry).expect("the step is sound")
+    }
+
+    fn attend(&self, plan: &Plan) {
         let call = Attention {
             out: self.rows(self.out.as_ptr().cast()),
             query: self.rows(self.query.as_ptr()),
             key_cache: self.cache(&self.keys),
             value_cache: self.cache(&self.values),
-            batch: Batch {
-                query_start: &self.query_start,
-                seq_lens: &self.seq_lens,
-                table_start: &self.table_start,
-                block_ids: &self.block_ids,
-            },
+            plan,
             scale: 0.125,
         };
         call.check().expect("the step is sound");
@@ -148,14 +175,16 @@ fn attention(criterion: &mut Criterion) {
     let max_threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut thread_counts = vec![1, max_threads];
     thread_counts.dedup();
-    for (name, num_sequences, query_len, seq_len) in [
-        ("decode", 32, 1, 1024),
-        ("long", 1, 1, 16_384),
-        ("prefill", 1, 1024, 1024),
+    for (name, num_sequences, query_len, seq_len, num_shared) in [
+        ("decode", 32, 1, 1024, 0),
+        ("cascade", 64, 1, 1056, 1024),
+        ("long", 1, 1, 16_384, 0),
+        ("prefill", 1, 1024, 1024, 0),
     ] {
         let mut group = criterion.benchmark_group(name);
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            let step = Step::new(dtype, num_sequences, query_len, seq_len);
+            let mut step = Step::new(dtype, num_sequences, query_len, seq_len);
+            step.share(num_shared);
             let visible = (query_len * (query_len + 1) / 2) as u64;
             group.throughput(if query_len == 1 {
                 Throughput::Bytes(step.cache_bytes())
@@ -164,8 +193,9 @@ fn attention(criterion: &mut Criterion) {
             });
             for &num_threads in &thread_counts {
                 pool::set_num_threads(num_threads).expect("a positive number");
+                let plan = step.plan();
                 let id = BenchmarkId::new(format!("{dtype:?}"), format!("{num_threads} threads"));
-                group.bench_function(id, |bencher| bencher.iter(|| step.attend()));
+                group.bench_function(id, |bencher| bencher.iter(|| step.attend(&plan)));
             }
         }
         group.finish();

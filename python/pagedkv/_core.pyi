@@ -19,15 +19,21 @@ __all__ = [
     "EventReader",
     "InvalidRequest",
     "NotFound",
+    "PackedLinear",
     "QueueFull",
     "StepHeader",
+    "StepPlan",
     "copy_blocks",
     "cpu_features",
     "cpu_isa",
+    "cuda_sources",
+    "logprobs",
     "num_threads",
-    "paged_attention",
+    "rms_norm",
     "rope_cache",
+    "sample",
     "set_num_threads",
+    "silu_mul",
 ]
 
 class InvalidRequest(ValueError):
@@ -260,6 +266,9 @@ def cpu_features() -> list[str]:
 def cpu_isa() -> str:
     """The instruction set that the kernels run on here: "avx512", "avx2" or "portable"."""
 
+def cuda_sources() -> dict[str, str]:
+    """The sources of the CUDA kernels (`cuda/`) by file name, as they were when the extension was built."""
+
 def set_num_threads(num_threads: int) -> None:
     """Sets the number of threads of the kernels, for the whole process. Raises ValueError outside 1..1024."""
 
@@ -272,24 +281,80 @@ _Tensor = tuple[int, Sequence[int], Sequence[int]]
 # Address and number of dense int32.
 _Indices = tuple[int, int]
 
-def paged_attention(
-    out: _Tensor,
-    query: _Tensor,
-    key_cache: _Tensor,
-    value_cache: _Tensor,
-    batch: tuple[_Indices, _Indices, _Indices, _Indices],
-    row_type: str,
-    cache_type: str,
-    scale: float,
-) -> None:
-    """Causal attention over the paged cache: `pagedkv.ops.Ops.paged_attention`.
+@final
+class PackedLinear:
+    """Weights packed for the kernels: `pagedkv.ops.Ops.pack_linear`. Owns its memory; shared by threads."""
 
-    out and query are [T, H, D] of `row_type`, the caches [NB, G, block_size, D] of `cache_type` (both
-    "float32", "bfloat16" or "float16"); batch is query_start, seq_lens, table_start, block_ids. The bits of a
-    token's result depend on its own query and context only: not on the number of threads, the rest of the
-    batch, or the chunk of the prompt that it came in. Raises ValueError where shapes, lengths or block ids do
-    not fit. The GIL is released when the call is expected to take a millisecond or more.
+    def __new__(
+        cls, parts: Sequence[tuple[int, int, int, int]], in_size: int, dtype: str, *, gated: bool = False
+    ) -> PackedLinear:
+        """Copies weights into panels, on all threads, without the GIL.
+
+        parts are (address of the weight [rows, in_size], rows, elements from a row to the next, address of
+        the dense bias [rows] or 0), all of `dtype` ("float32", "bfloat16" or "float16"). Raises ValueError if
+        there is nothing to pack, or if a gated weight is not two parts of one size.
+        """
+    @property
+    def in_size(self) -> int:
+        """Width of x."""
+    @property
+    def out_size(self) -> int:
+        """Width of the product."""
+    @property
+    def dtype(self) -> str:
+        """Type of the weights, as in `dtype` above."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the panels."""
+    @property
+    def arithmetic(self) -> str:
+        """How products are summed: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable"."""
+    def multiply(self, x: tuple[int, int, int, int], x_type: str, out: int, out_type: str) -> None:
+        """Writes the product [num_rows, out_size], dense, of `out_type`, to the address `out`.
+
+        x is (address, num_rows, width, elements from a row to the next), of the weight's type. The bits of a
+        row of the product depend on its row of x only, not on the others nor on the number of threads. Raises
+        ValueError where shape or type do not fit. The GIL is released when the call is expected to take a
+        millisecond or more.
+        """
+    def rows(self, row_ids: _Indices, out: int) -> None:
+        """Copies rows of the weight, [ids, in_size] of its type, dense, to the address `out`.
+
+        Raises ValueError for a row that is not there, and for a gated weight.
+        """
+
+@final
+class StepPlan:
+    """How the attention of one step is cut into pieces of work: made once, used by every layer.
+
+    Tables are checked here once; sequences whose tables begin with the same blocks are found, so that these
+    are read once for all of them.
     """
+
+    def __new__(
+        cls, query_start: _Indices, seq_lens: _Indices, table_start: _Indices, block_ids: _Indices
+    ) -> StepPlan:
+        """Copies the step's sections. They are checked by the first call, which knows the cache."""
+
+    def paged_attention(
+        self,
+        out: int,
+        query: _Tensor,
+        key_cache: _Tensor,
+        value_cache: _Tensor,
+        row_type: str,
+        cache_type: str,
+        scale: float,
+    ) -> None:
+        """Causal attention over the paged cache: `pagedkv.ops.Ops.paged_attention`.
+
+        query is [T, H, D] of `row_type` and out the address of the same, dense; the caches are [NB, G,
+        block_size, D] of `cache_type` (both "float32", "bfloat16" or "float16"). The bits of a token's result
+        depend on its own query and context only: not on the number of threads, the rest of the batch, the
+        blocks that are shared, or the chunk of the prompt that it came in. Raises ValueError where shapes,
+        lengths or block ids do not fit. The GIL is released when the call is expected to take a millisecond
+        or more.
+        """
 
 def rope_cache(
     out: _Tensor,
@@ -308,7 +373,56 @@ def rope_cache(
 
     angles are the float32 cosines and sines, [P, rot] each; elements from rot on are not rotated. Computed in
     float32, every product and sum rounded by itself, the result rounded to the type of the tensor. Slots must
-    differ. Raises ValueError as `paged_attention` does, with the same rule for the GIL.
+    differ. Raises ValueError as `paged_attention` of `StepPlan` does, with the same rule for the GIL.
+    """
+
+def rms_norm(
+    out: int,
+    x: int,
+    residual: int,
+    weight: int,
+    num_rows: int,
+    width: int,
+    x_stride: int,
+    residual_stride: int,
+    row_type: str,
+    eps: float,
+) -> None:
+    """Normalises rows: `pagedkv.ops.Ops.rms_norm`, or `add_rms_norm` if `residual` is not 0.
+
+    out, x, residual and weight are addresses of elements of `row_type`: num_rows rows of `width` elements
+    (weight: one), the strides in elements; out is dense. The bits of a row depend on that row alone. Raises
+    ValueError for an address that cannot be one. The same rule for the GIL as in `StepPlan.paged_attention`.
+    """
+
+def silu_mul(
+    out: int,
+    gate: int,
+    up: int,
+    num_rows: int,
+    width: int,
+    gate_stride: int,
+    up_stride: int,
+    row_type: str,
+) -> None:
+    """Computes `silu(gate) * up`: `pagedkv.ops.Ops.silu_mul`. Addresses and sizes as in `rms_norm`."""
+
+def sample(
+    tokens: int, logits_address: int, parameters: int, num_rows: int, vocab_size: int, row_stride: int
+) -> None:
+    """Draws a token a row: `pagedkv.ops.Ops.sample`. Addresses: i64 [R] written, f32 [R, V], i32 [R, 9].
+
+    The parameters are the arena's words. Raises ValueError for a row that cannot be sampled, as the contract
+    says. The same rule for the GIL as in `StepPlan.paged_attention`.
+    """
+
+def logprobs(
+    logits_address: int, chosen: int, num_rows: int, vocab_size: int, row_stride: int, k: int
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Log probabilities: `pagedkv.ops.Ops.logprobs`. Addresses: f32 [R, V] and i64 [R].
+
+    Raises ValueError for a row that holds NaN or infinity at its largest, and for a chosen token outside the
+    vocabulary.
     """
 
 def copy_blocks(caches: Sequence[tuple[int, int, int]], block_bytes: int, copies: _Indices) -> None:

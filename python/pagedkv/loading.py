@@ -17,7 +17,8 @@ from pagedkv.front import Front
 from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
-from pagedkv.ops import choose, has_cuda_kernels
+from pagedkv.ops import choose
+from pagedkv.ops.cuda import CudaOps
 from pagedkv.plan import (
     PoolPlan,
     block_bytes,
@@ -55,8 +56,11 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     logger.info("loading %s from %s onto %s", source.name, source.path, device)
     loaded = load_model(source, config.dtype, device, progress=sys.stderr.isatty())
     logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
+    loaded.model.pack(ops, release=True, progress=sys.stderr.isatty())
     tokenizer = Tokenizer.load(source)
     model_config = loaded.config
+    if isinstance(ops, CudaOps):
+        ops.prepare(loaded.dtype, model_config.head_dim)
     plan = plan_memory(config, loaded, device)
     kv_cache = _allocate(config, loaded, plan, device)
     eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
@@ -78,21 +82,24 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device that the option names: "auto" is the first GPU where it can be used, else the CPU."""
+    """The device that the option names: "auto" is the CPU, until the CUDA kernels have run on a GPU."""
     if device == "auto":
-        if torch.cuda.is_available() and has_cuda_kernels():
-            return torch.device("cuda:0")
         if torch.cuda.is_available():
             logger.warning(
-                "there is a GPU, but this version of pagedkv has no CUDA kernels yet: the CPU computes"
+                "there is a GPU, but the CUDA kernels have never run on one, so the CPU computes; to try "
+                'them: pip install pagedkv[cuda13] and device="cuda" (on the command line: --device cuda)'
             )
         return torch.device("cpu")
     return torch.device("cuda:0" if device == "cuda" else device)
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Bounds the threads of torch's operations and of the kernels in Rust."""
-    torch.set_num_threads(num_threads)
+    """Sets the threads of the kernels in Rust.
+
+    Where these do all that takes long, torch gets one thread: idle threads of two pools would take the cores
+    from each other.
+    """
+    torch.set_num_threads(num_threads if _core.cpu_isa() == "portable" else 1)
     _core.set_num_threads(num_threads)
 
 

@@ -43,6 +43,12 @@ impl<'a> Batch<'a> {
         self.seq_lens.len()
     }
 
+    /// Where the table of a sequence is in `block_ids`. The batch must have passed `check`.
+    #[inline]
+    pub(crate) fn table(&self, idx: usize) -> std::ops::Range<usize> {
+        index(self.table_start[idx])..index(self.table_start[idx + 1])
+    }
+
     /// One sequence. The batch must have passed `check`.
     #[inline]
     pub(crate) fn sequence(&self, idx: usize) -> Sequence<'a> {
@@ -51,7 +57,7 @@ impl<'a> Batch<'a> {
             query_start,
             query_len: index(self.query_start[idx + 1]) - query_start,
             seq_len: index(self.seq_lens[idx]),
-            table: &self.block_ids[index(self.table_start[idx])..index(self.table_start[idx + 1])],
+            table: &self.block_ids[self.table(idx)],
         }
     }
 

@@ -33,6 +33,15 @@ impl Dtype {
         }
     }
 
+    /// What torch calls the type: `torch.<name>`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+        }
+    }
+
     /// The type that torch calls `torch.<name>`.
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
@@ -51,6 +60,31 @@ fn bf16_bits(value: f32) -> u16 {
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
     let quiet = bits | 0x0040_0000;
     ((if value.is_nan() { quiet } else { rounded }) >> 16) as u16
+}
+
+/// Rounds numbers to what the type can hold; they stay f32.
+#[expect(
+    clippy::inline_always,
+    reason = "must be compiled with the instruction set of its caller"
+)]
+#[inline(always)]
+pub(crate) fn round_row(dtype: Dtype, row: &mut [f32]) {
+    match dtype {
+        Dtype::F32 => {}
+        Dtype::Bf16 => {
+            for value in row {
+                *value = f32::from_bits(u32::from(bf16_bits(*value)) << 16);
+            }
+        }
+        Dtype::F16 => {
+            let mut narrow = [f16::ZERO; 64];
+            for wide in row.chunks_mut(narrow.len()) {
+                let narrow = &mut narrow[..wide.len()];
+                narrow.convert_from_f32_slice(wide);
+                narrow.convert_to_f32_slice(wide);
+            }
+        }
+    }
 }
 
 /// Widens `dst.len()` consecutive elements at `src`.

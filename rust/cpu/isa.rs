@@ -11,6 +11,8 @@
 
 use std::ops::Range;
 
+use super::amx::Amx;
+
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
 
@@ -45,6 +47,11 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// Vectors that a row of a tile is wide, such that four rows of accumulators stay in registers.
     const TILE_VECTORS: usize;
 
+    /// The matrix tiles, if they are part of this instruction set.
+    #[inline(always)]
+    fn amx(self) -> Option<Amx> {
+        None
+    }
     /// Compiles the kernel for this instruction set and runs it.
     fn run<K: Kernel>(self, kernel: K);
     /// The same number in every lane.
@@ -74,6 +81,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     /// a * b
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// a / b
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// a * b + c, rounded once where the instruction set can.
     fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The larger one.
@@ -184,6 +193,10 @@ impl Simd for Portable {
         lanes(|i| a[i] * b[i])
     }
     #[inline(always)]
+    fn div(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] / b[i])
+    }
+    #[inline(always)]
     fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         // Where the target has no such instruction, `f32::mul_add` is a slow call into the C library.
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
@@ -220,7 +233,7 @@ pub enum Isa {
     /// AVX2 with FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2(super::x86::Avx2),
-    /// AVX-512 (F, BW, VL).
+    /// AVX-512 (F, BW, VL), with AMX (BF16) or without.
     #[cfg(target_arch = "x86_64")]
     Avx512(super::x86::Avx512),
 }
@@ -234,6 +247,7 @@ impl Isa {
             portable,
             super::x86::Avx2::detect().map(Self::Avx2),
             super::x86::Avx512::detect().map(Self::Avx512),
+            super::x86::Avx512::detect_with_amx().map(Self::Avx512),
         ];
         #[cfg(not(target_arch = "x86_64"))]
         let sets = [portable];
@@ -244,7 +258,8 @@ impl Isa {
     pub fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
-            if let Some(avx512) = super::x86::Avx512::detect() {
+            let avx512 = super::x86::Avx512::detect_with_amx().or_else(super::x86::Avx512::detect);
+            if let Some(avx512) = avx512 {
                 return Self::Avx512(avx512);
             }
             if let Some(avx2) = super::x86::Avx2::detect() {
@@ -260,6 +275,8 @@ impl Isa {
             Self::Portable(_) => "portable",
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(simd) if simd.amx().is_some() => "amx",
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(_) => "avx512",
         }

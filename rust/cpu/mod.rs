@@ -1,6 +1,7 @@
-//! Kernels for tensors in ordinary memory: attention over the paged cache, rotation and cache write, block copies.
+//! Kernels for tensors in ordinary memory: attention over the paged cache, rotation and cache write, block copies,
+//! norms, activation, sampling.
 //!
-//! The callers are the bindings (`rust/python/cpu.rs`), which hand tensors over as address, shape and strides. The
+//! The callers are the bindings (`rust/python`), which hand tensors over as address, shape and strides. The
 //! kernels know nothing of Python, of the block pool or of the scheduler: they read block tables as plain integers.
 //!
 //! | file | owns |
@@ -9,23 +10,37 @@
 //! | `tensor` | views: an address with a shape, strides and an element type |
 //! | `batch` | the block tables of one step, checked once before a kernel trusts them |
 //! | `isa`, `x86` | vectors of sixteen f32 in three instruction sets, and the choice among them |
-//! | `attention` | how the work of a step is cut and spread over threads |
-//! | `tile`, `tile_loops` | the arithmetic of one piece of it, and its inner loops |
+//! | `plan` | how the attention of a step is cut into pieces, once for all layers; who shares what |
+//! | `attention` | the pieces of a layer on threads |
+//! | `tile`, `tile_loops` | the arithmetic of one piece in f32, and its inner loops |
+//! | `tile_amx`, `amx` | the same in bf16 on matrix tiles, and their instructions |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
+//! | `norm`, `activation` | the row-wise kernels between the linear layers |
+//! | `sample`, `cut`, `noise` | sampling, where a filter cuts the ranking, and the arithmetic that all backends share |
 //! | `pool` | the threads |
 //!
 //! Results depend on the arguments and on the instruction set, and on nothing else: not on the number of threads, nor
 //! on what else is in the batch, nor on how a prompt was cut into chunks. `tile` says how.
 
+pub mod activation;
+mod amx;
 pub mod attention;
 pub mod batch;
 pub mod copy_blocks;
+mod cut;
 pub mod element;
 pub mod isa;
+pub mod linear;
+mod noise;
+pub mod norm;
+pub mod plan;
 pub mod pool;
 pub mod rope_cache;
+pub mod sample;
 pub mod tensor;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod tile_amx;
 mod tile_loops;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -6,6 +6,55 @@
 use super::InvalidArgument;
 use super::element::Dtype;
 
+/// `[num_rows, width]`: one row a token, with dense rows.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixView {
+    /// The first element.
+    pub address: *mut u8,
+    /// Type of the elements.
+    pub dtype: Dtype,
+    /// Rows.
+    pub num_rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+    /// Elements from a row to the next.
+    pub row_stride: usize,
+}
+
+// SAFETY: a view is an address; the functions that follow it are unsafe and state who may access what.
+unsafe impl Send for MatrixView {}
+// SAFETY: as above.
+unsafe impl Sync for MatrixView {}
+
+impl MatrixView {
+    /// Address of a row's first element.
+    #[inline]
+    pub(crate) fn row(&self, row: usize) -> *mut u8 {
+        debug_assert!(row < self.num_rows);
+        self.address
+            .wrapping_add(row * self.row_stride * self.dtype.size())
+    }
+
+    /// Refuses another shape or element type than that of `other`, which is called `other_name`.
+    pub(crate) fn check_like(
+        &self,
+        name: &str,
+        other: &Self,
+        other_name: &str,
+    ) -> Result<(), InvalidArgument> {
+        if (self.num_rows, self.width, self.dtype) == (other.num_rows, other.width, other.dtype) {
+            return Ok(());
+        }
+        let show = |view: &Self| format!("[{}, {}] of {:?}", view.num_rows, view.width, view.dtype);
+        let allowed = format!("that of {other_name}, {}", show(other));
+        Err(InvalidArgument::new(
+            format!("shape of {name}"),
+            show(self),
+            allowed,
+        ))
+    }
+}
+
 /// `[num_tokens, num_heads, head_dim]`: queries, keys or values of a step, or the place of a result.
 #[derive(Clone, Copy, Debug)]
 pub struct RowsView {

@@ -1,6 +1,6 @@
 //! Attention of a tile of queries: the arithmetic, in one fixed order.
 //!
-//! A tile is a few consecutive tokens of one sequence with the query heads that share a key head: its rows are
+//! A tile is a few tokens that read the same blocks (`plan`) with the query heads that share a key head: its rows are
 //! (token, head), tokens first. The keys are cut at multiples of `SPLIT_LEN` positions. For one row and one split:
 //!
 //! ```text
@@ -23,10 +23,12 @@
     reason = "a kernel is compiled for an instruction set by being inlined"
 )]
 
-use super::batch::Sequence;
 use super::element::{load_row, store_row};
 use super::isa::{AlignedBuffer, LANES, Simd};
+use super::plan::TileToken;
 use super::tensor::{CacheView, RowsView};
+#[cfg(target_arch = "x86_64")]
+use super::tile_amx;
 use super::tile_loops::{
     KEY_TILE, PREFETCH_LEN, ROW_TILE, SPLIT_LEN, Slots, pack_keys, pack_values, padded, partial_row_len,
     score_groups, soften, vector_at, vector_at_mut, weigh,
@@ -43,14 +45,12 @@ pub(crate) struct Tile<'a> {
     pub(crate) key_cache: CacheView,
     /// Values of all sequences.
     pub(crate) value_cache: CacheView,
-    /// The sequence.
-    pub(crate) sequence: Sequence<'a>,
+    /// The tokens, in ascending order of what they see.
+    pub(crate) tokens: &'a [TileToken],
+    /// The blocks that they read.
+    pub(crate) table: &'a [i32],
     /// The key head.
     pub(crate) kv_head: usize,
-    /// Index of the first token among those of the sequence in the step.
-    pub(crate) first_token: usize,
-    /// Tokens.
-    pub(crate) num_tokens: usize,
     /// Factor on the scores.
     pub(crate) scale: f32,
 }
@@ -66,6 +66,9 @@ pub(crate) struct Scratch {
     values: AlignedBuffer,
     /// `[rows][SPLIT_LEN]`, scores and then weights.
     scores: AlignedBuffer,
+    /// What the arithmetic on matrix tiles needs instead.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) matrices: tile_amx::Matrices,
     /// Partial results of one split.
     pub(crate) split: AlignedBuffer,
     /// Partial results of the splits before it.
@@ -73,18 +76,18 @@ pub(crate) struct Scratch {
 }
 
 impl Tile<'_> {
-    fn head_dim(&self) -> usize {
+    pub(super) fn head_dim(&self) -> usize {
         self.query.head_dim
     }
 
     /// Query heads that share the key head.
-    fn group_size(&self) -> usize {
+    pub(super) fn group_size(&self) -> usize {
         self.query.num_heads / self.key_cache.num_kv_heads
     }
 
     /// Rows of the tile.
     pub(crate) fn num_rows(&self) -> usize {
-        self.num_tokens * self.group_size()
+        self.tokens.len() * self.group_size()
     }
 
     /// Numbers that the partial results of a split take.
@@ -92,31 +95,21 @@ impl Tile<'_> {
         self.num_rows() * partial_row_len(self.head_dim())
     }
 
-    /// Positions that the tile's last token sees.
-    fn num_visible(&self) -> usize {
-        self.sequence.seq_len - self.sequence.query_len + self.first_token + self.num_tokens
-    }
-
-    /// Splits that the tile's last token sees.
-    pub(crate) fn num_splits(&self) -> usize {
-        self.num_visible().div_ceil(SPLIT_LEN)
-    }
-
     /// Positions of a split that a row sees. It does not fall from a row to the next.
     #[inline(always)]
-    fn visible(&self, row: usize, split: usize) -> usize {
-        let position = self.num_visible() - self.num_tokens + row / self.group_size();
-        (position + 1).saturating_sub(split * SPLIT_LEN).min(SPLIT_LEN)
+    pub(super) fn visible(&self, row: usize, split: usize) -> usize {
+        let visible = self.tokens[row / self.group_size()].visible;
+        visible.saturating_sub(split * SPLIT_LEN).min(SPLIT_LEN)
     }
 
     /// The slots of the sequence from a position on.
     fn slots<'c>(&'c self, cache: &'c CacheView, position: usize) -> Slots<'c> {
-        Slots::new(cache, self.sequence.table, self.kv_head, position)
+        Slots::new(cache, self.table, self.kv_head, position)
     }
 
     /// Token of the step and query head of a row.
-    fn place(&self, row: usize) -> (usize, usize) {
-        let token = self.sequence.query_start + self.first_token + row / self.group_size();
+    pub(super) fn place(&self, row: usize) -> (usize, usize) {
+        let token = self.tokens[row / self.group_size()].token;
         (token, self.kv_head * self.group_size() + row % self.group_size())
     }
 
@@ -125,7 +118,12 @@ impl Tile<'_> {
     /// # Safety
     /// The views are valid and the batch was checked against them.
     #[inline(always)]
-    pub(crate) unsafe fn load_queries(&self, scratch: &mut Scratch) {
+    pub(crate) unsafe fn load_queries<S: Simd>(&self, simd: S, scratch: &mut Scratch) {
+        #[cfg(target_arch = "x86_64")]
+        if tile_amx::suits(simd, self).is_some() {
+            // SAFETY: passed on.
+            return unsafe { tile_amx::load_queries(self, &mut scratch.matrices) };
+        }
         let (rows, head_dim) = (self.num_rows(), self.head_dim());
         scratch.query.reserve(rows * head_dim);
         scratch.scores.reserve(rows * SPLIT_LEN);
@@ -159,6 +157,11 @@ impl Tile<'_> {
         split: usize,
         partial: &mut [f32],
     ) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(amx) = tile_amx::suits(simd, self) {
+            // SAFETY: passed on.
+            return unsafe { tile_amx::compute_split(amx, self, &mut scratch.matrices, split, partial) };
+        }
         let (rows, row_len) = (self.num_rows(), partial_row_len(self.head_dim()));
         let first_row = (0..rows)
             .step_by(self.group_size())
@@ -287,8 +290,8 @@ impl Tile<'_> {
             } else {
                 folded[width]
             };
-            let factors = [folded[width] - largest_of_both, largest - largest_of_both];
-            let [before, after] = factors.map(|x| simd.exp2(simd.splat(x)));
+            let before = simd.exp2(simd.splat(folded[width] - largest_of_both));
+            let after = simd.exp2(simd.splat(largest - largest_of_both));
             for start in (0..width).step_by(LANES) {
                 let scaled = simd.mul(simd.load(vector_at(folded, start)), before);
                 let sum = simd.mul_add(simd.load(vector_at(partial, start)), after, scaled);

@@ -7,17 +7,18 @@ use std::arch::is_x86_feature_detected as has;
 use std::arch::x86_64::{
     __m256, __m512, _CMP_NLT_UQ, _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch, _mm256_add_epi32, _mm256_add_ps,
     _mm256_and_ps, _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps_si256, _mm256_castsi256_ps,
-    _mm256_cmp_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_cmp_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_div_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
     _mm256_loadu_si256, _mm256_max_ps, _mm256_mul_ps, _mm256_permute2f128_ps, _mm256_set1_epi32,
     _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_pd,
     _mm256_unpackhi_ps, _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_add_epi32, _mm512_add_ps,
     _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-    _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_maskz_mov_ps,
-    _mm512_max_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32,
-    _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
-    _mm512_unpacklo_ps,
+    _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_div_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd,
+    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
+use super::amx::Amx;
 use super::isa::{Kernel, LANES, Simd};
 
 /// Bits of 1.0, as the instructions take them.
@@ -34,6 +35,7 @@ pub(super) fn features() -> Vec<&'static str> {
         ("avx512vl", has!("avx512vl")),
         ("avx512vnni", has!("avx512vnni")),
         ("avx512bf16", has!("avx512bf16")),
+        ("amxbf16", Amx::detect().is_some()),
     ];
     known
         .into_iter()
@@ -41,16 +43,29 @@ pub(super) fn features() -> Vec<&'static str> {
         .collect()
 }
 
-/// Proof that the processor has AVX-512.
+/// Proof that the processor has AVX-512, and perhaps matrix tiles.
 #[derive(Clone, Copy, Debug)]
-pub struct Avx512(());
+pub struct Avx512(Option<Amx>);
 
 impl Avx512 {
     /// Asks the processor.
     pub(super) fn detect() -> Option<Self> {
         let present = has!("avx512f") && has!("avx512bw") && has!("avx512vl");
         // AVX-512 implies the older sets on every processor made; the compiler wants to know it.
-        (present && Avx2::detect().is_some()).then_some(Self(()))
+        (present && Avx2::detect().is_some()).then_some(Self(None))
+    }
+
+    /// Asks for the matrix tiles as well; None without them.
+    pub(super) fn detect_with_amx() -> Option<Self> {
+        Self::detect()?;
+        Amx::detect().map(Self::from)
+    }
+}
+
+impl From<Amx> for Avx512 {
+    fn from(amx: Amx) -> Self {
+        // Whoever found the matrix tiles has looked for AVX-512 before.
+        Self(Some(amx))
     }
 }
 
@@ -96,6 +111,11 @@ impl Simd for Avx512 {
     const TILE_VECTORS: usize = 4;
 
     #[inline]
+    fn amx(self) -> Option<Amx> {
+        self.0
+    }
+
+    #[inline]
     fn run<K: Kernel>(self, kernel: K) {
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
         fn compiled<K: Kernel>(simd: Avx512, kernel: K) {
@@ -112,6 +132,7 @@ impl Simd for Avx512 {
         fn add(a: __m512, b: __m512) -> __m512 = _mm512_add_ps(a, b);
         fn sub(a: __m512, b: __m512) -> __m512 = _mm512_sub_ps(a, b);
         fn mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
+        fn div(a: __m512, b: __m512) -> __m512 = _mm512_div_ps(a, b);
         fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
         fn max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
         fn power_of_two(low_bits: __m512) -> __m512 = _mm512_castsi512_ps(_mm512_add_epi32(
@@ -135,7 +156,7 @@ impl Simd for Avx512 {
 /// Transposes 4 x 4 numbers within every quarter, then 4 x 4 quarters.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transpose_avx512(rows: &[__m512; LANES]) -> [__m512; LANES] {
+pub(super) fn transpose_avx512(rows: &[__m512; LANES]) -> [__m512; LANES] {
     // Quarter q of `columns[i][c]` holds column 4q + c of rows 4i to 4i + 3.
     let mut columns = [[_mm512_set1_ps(0.0); 4]; 4];
     for (i, column) in columns.iter_mut().enumerate() {
@@ -203,6 +224,7 @@ impl Simd for Avx2 {
         fn add(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_add_ps(a, b));
         fn sub(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_sub_ps(a, b));
         fn mul(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_mul_ps(a, b));
+        fn div(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_div_ps(a, b));
         fn mul_add(a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_fmadd_ps(a, b, c));
         fn max(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_max_ps(a, b));
         fn power_of_two(low_bits: [__m256; 2]) -> [__m256; 2] = halves!(power_of_two_avx2(low_bits));

@@ -8,8 +8,6 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::cpu::InvalidArgument;
-use crate::cpu::attention::Attention;
-use crate::cpu::batch::Batch;
 use crate::cpu::copy_blocks::BlocksView;
 use crate::cpu::element::Dtype;
 use crate::cpu::rope_cache::{AngleTable, RopeCache};
@@ -20,9 +18,9 @@ use crate::cpu::{copy_blocks as copy, isa, pool};
 const KEEP_GIL_NS: u64 = 1_000_000;
 
 /// Address of the first element, shape, strides in elements.
-type Tensor<const N: usize> = (usize, [usize; N], [usize; N]);
+pub(super) type Tensor<const N: usize> = (usize, [usize; N], [usize; N]);
 /// Address of the first element and number of elements, which are int32 and dense.
-type Indices = (usize, usize);
+pub(super) type Indices = (usize, usize);
 
 impl From<InvalidArgument> for PyErr {
     fn from(error: InvalidArgument) -> Self {
@@ -30,15 +28,20 @@ impl From<InvalidArgument> for PyErr {
     }
 }
 
-fn dtype(name: &str) -> Result<Dtype, InvalidArgument> {
+pub(super) fn dtype(name: &str) -> Result<Dtype, InvalidArgument> {
     let allowed = "float32, bfloat16 or float16";
     Dtype::from_name(name).ok_or_else(|| InvalidArgument::new("dtype", name, allowed))
 }
 
 /// Turns an address into a pointer, if it can be one to elements of `size` bytes.
-fn pointer(name: &str, address: usize, size: usize, is_empty: bool) -> Result<*mut u8, InvalidArgument> {
+pub(super) fn pointer(
+    name: &str,
+    address: usize,
+    size: usize,
+    is_empty: bool,
+) -> Result<*mut u8, InvalidArgument> {
     if is_empty {
-        return Ok(std::ptr::dangling_mut::<u32>().cast());
+        return Ok(std::ptr::dangling_mut::<u64>().cast());
     }
     if address == 0 || !address.is_multiple_of(size) {
         let allowed = format!("an address divisible by {size}");
@@ -62,7 +65,7 @@ fn check_dense(name: &str, size: usize, stride: usize) -> Result<(), InvalidArgu
     ))
 }
 
-fn rows(name: &str, dtype: Dtype, tensor: Tensor<3>) -> Result<RowsView, InvalidArgument> {
+pub(super) fn rows(name: &str, dtype: Dtype, tensor: Tensor<3>) -> Result<RowsView, InvalidArgument> {
     let (address, [num_tokens, num_heads, head_dim], [token_stride, head_stride, stride]) = tensor;
     check_dense(name, head_dim, stride)?;
     let address = pointer(
@@ -82,7 +85,7 @@ fn rows(name: &str, dtype: Dtype, tensor: Tensor<3>) -> Result<RowsView, Invalid
     })
 }
 
-fn cache(name: &str, dtype: Dtype, tensor: Tensor<4>) -> Result<CacheView, InvalidArgument> {
+pub(super) fn cache(name: &str, dtype: Dtype, tensor: Tensor<4>) -> Result<CacheView, InvalidArgument> {
     let (address, shape, strides) = tensor;
     let [num_blocks, num_kv_heads, block_size, head_dim] = shape;
     let [block_stride, head_stride, slot_stride, stride] = strides;
@@ -103,61 +106,30 @@ fn cache(name: &str, dtype: Dtype, tensor: Tensor<4>) -> Result<CacheView, Inval
 
 /// # Safety
 /// The memory is readable and unchanged for as long as the result is used.
-unsafe fn numbers<'a, T>(name: &str, (address, len): Indices) -> Result<&'a [T], InvalidArgument> {
+pub(super) unsafe fn numbers<'a, T>(name: &str, (address, len): Indices) -> Result<&'a [T], InvalidArgument> {
     let start = pointer(name, address, size_of::<T>(), len == 0)?;
     // SAFETY: the caller vouches for the memory; the pointer is aligned, also where there is nothing to read.
     Ok(unsafe { std::slice::from_raw_parts(start.cast::<T>(), len) })
 }
 
+/// # Safety
+/// As `numbers`, and nobody else accesses the memory.
+pub(super) unsafe fn numbers_mut<'a, T>(
+    name: &str,
+    (address, len): Indices,
+) -> Result<&'a mut [T], InvalidArgument> {
+    let start = pointer(name, address, size_of::<T>(), len == 0)?;
+    // SAFETY: the caller vouches for the memory; the pointer is aligned, also where there is nothing.
+    Ok(unsafe { std::slice::from_raw_parts_mut(start.cast::<T>(), len) })
+}
+
 /// Runs a kernel with or without the GIL.
-fn run(py: Python<'_>, estimated_ns: u64, kernel: impl FnOnce() + Send) {
+pub(super) fn run(py: Python<'_>, estimated_ns: u64, kernel: impl FnOnce() + Send) {
     if estimated_ns < KEEP_GIL_NS {
         kernel();
     } else {
         py.detach(kernel);
     }
-}
-
-/// See `_core.pyi`. The caller vouches for the addresses.
-#[pyfunction]
-#[expect(
-    clippy::too_many_arguments,
-    reason = "the arguments of the operation, one by one"
-)]
-pub(super) fn paged_attention(
-    py: Python<'_>,
-    out: Tensor<3>,
-    query: Tensor<3>,
-    key_cache: Tensor<4>,
-    value_cache: Tensor<4>,
-    batch: [Indices; 4],
-    row_type: &str,
-    cache_type: &str,
-    scale: f32,
-) -> PyResult<()> {
-    let (row_type, cache_type) = (dtype(row_type)?, dtype(cache_type)?);
-    let [query_start, seq_lens, table_start, block_ids] = batch;
-    // SAFETY: the caller keeps the arena of the step alive and unchanged during the call.
-    let batch = unsafe {
-        Batch {
-            query_start: numbers("query_start", query_start)?,
-            seq_lens: numbers("seq_lens", seq_lens)?,
-            table_start: numbers("table_start", table_start)?,
-            block_ids: numbers("block_ids", block_ids)?,
-        }
-    };
-    let attention = Attention {
-        out: rows("out", row_type, out)?,
-        query: rows("query", row_type, query)?,
-        key_cache: cache("key_cache", cache_type, key_cache)?,
-        value_cache: cache("value_cache", cache_type, value_cache)?,
-        batch,
-        scale,
-    };
-    attention.check()?;
-    // SAFETY: checked; the caller vouches for the addresses and for the exclusive access to `out`.
-    run(py, attention.estimated_ns(), || unsafe { attention.run() });
-    Ok(())
 }
 
 /// See `_core.pyi`. The caller vouches for the addresses.

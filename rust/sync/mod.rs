@@ -11,6 +11,7 @@
 //! | [`Parker`] | any thread | owner | the wake-up of an idle owner |
 //! | [`ring()`] | owner | one thread | what happened in a step, bounded, in order |
 //! | [`StatsCell`] | owner | any thread | counters, as one consistent snapshot |
+//! | [`Board`] | owner of a thread pool | its workers | the pieces of a job |
 //!
 //! The order of use is always the same: publish first (push, raise a flag), [`Parker::unpark`] second. The
 //! owner drains first and parks second. `README.md` beside this file tells the protocols in prose and names
@@ -18,6 +19,7 @@
 //!
 //! Atomics come from `primitive`, which is std or, under `cfg(pagedkv_loom)`, the loom model checker.
 
+mod board;
 mod chain;
 mod flags;
 mod inbox;
@@ -27,6 +29,7 @@ mod ring;
 mod snapshot;
 mod stats;
 
+pub use board::Board;
 pub use chain::{PushChain, Taken};
 pub use flags::RequestFlags;
 pub use inbox::{Receiver, Sender, inbox};

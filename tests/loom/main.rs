@@ -20,6 +20,7 @@
     reason = "a model that fails shall panic, in its helpers too"
 )]
 
+mod board;
 mod broken;
 mod chain;
 mod flags;

@@ -70,6 +70,7 @@ class PagedRun:
     ) -> None:
         config = loaded.config
         self.model, self.ops, self.block_size = loaded.model, ops, block_size
+        self.model.pack(ops)
         self.model.set_max_len(config.max_len, loaded.device)
         self.kv_cache = KVCache(
             config.num_layers,

@@ -93,13 +93,13 @@ def test_a_section_outside_the_arena_is_refused(word: int, value: int) -> None:
 
 def test_seeds_use_all_their_64_bits() -> None:
     seed = 0xFEDCBA98_87654321
-    rows = SamplingRows.from_words(torch.tensor([sampling_words(seed=seed)], dtype=torch.int32))
+    rows = SamplingRows(torch.tensor([sampling_words(seed=seed)], dtype=torch.int32))
     assert rows.seed_low.tolist() == [0x87654321]
     assert rows.seed_high.tolist() == [0xFEDCBA98]
 
 
 def test_no_rows_are_no_obstacle() -> None:
-    rows = SamplingRows.from_words(torch.empty((0, 9), dtype=torch.int32))
+    rows = SamplingRows(torch.empty((0, 9), dtype=torch.int32))
     assert rows.all_greedy
     assert not rows.any_filter
     assert rows.max_num_logprobs == -1

@@ -1,7 +1,9 @@
 """The CPU kernels against a plain float64 computation: values, bits that must not move, and refusals."""
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ class Tables:
     seq_lens: Tensor
     table_start: Tensor
     block_ids: Tensor
+    prepared: dict[str, Any] = field(default_factory=dict, init=False)
 
 
 @dataclass
@@ -228,14 +231,72 @@ def test_bits_do_not_depend_on_chunks_threads_or_company(heads: tuple[int, int],
         assert torch.equal(chunk(250, 600, company=True), expected[250:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_bits_do_not_depend_on_shared_blocks(dtype: torch.dtype, num_threads: int) -> None:
+    # Sequences that share nothing, 256, 512 and 768 positions with others, one of them with other lengths.
+    _core.set_num_threads(num_threads)
+    lengths = [(1, 800), (1, 769), (1, 1100), (1, 530), (2, 700), (1, 257), (30, 900), (1, 256), (1, 768)]
+    step = make_step([(query_len, seq_len + 256) for query_len, seq_len in lengths], dtype=dtype)
+    table_start = step.batch.table_start.tolist()
+    tables = [step.batch.block_ids[start:end] for start, end in itertools.pairwise(table_start)]
+    for idx, num_shared in [(1, 768), (2, 512), (3, 256), (4, 768), (5, 256), (6, 768), (7, 256), (8, 1000)]:
+        num_blocks = min(num_shared // 16, len(tables[idx]))
+        tables[idx][:num_blocks] = tables[0][:num_blocks]
+    together = replace(step, batch=replace(step.batch, block_ids=torch.cat(tables)))
+    expected = []
+    for idx, (query_len, seq_len) in enumerate(lengths):
+        start = int(step.batch.query_start[idx])
+        alone = Tables(
+            query_start=starts([query_len]),
+            seq_lens=torch.tensor([seq_len + 256], dtype=torch.int32),
+            table_start=starts([len(tables[idx])]),
+            block_ids=tables[idx],
+        )
+        expected.append(replace(step, q=step.q[start : start + query_len], batch=alone).attend())
+    assert torch.equal(together.attend(), torch.cat(expected))
+    # Every sequence the same one, as samples of one prompt are.
+    same = Tables(
+        query_start=starts([1] * 70),
+        seq_lens=torch.full((70,), 800, dtype=torch.int32),
+        table_start=starts([len(tables[0])] * 70),
+        block_ids=tables[0].repeat(70),
+    )
+    equal = replace(step, q=step.q[:1].expand(70, -1, -1), batch=same).attend()
+    first = replace(step, q=step.q[:1], batch=replace(same, **alone_first(tables[0]))).attend()
+    assert torch.equal(equal, first.expand(70, -1, -1))
+
+
+def alone_first(table: Tensor) -> dict[str, Tensor]:
+    """The fields of a batch of one decode at position 799."""
+    return {
+        "query_start": starts([1]),
+        "seq_lens": torch.tensor([800], dtype=torch.int32),
+        "table_start": starts([len(table)]),
+        "block_ids": table,
+    }
+
+
+def test_infinite_values_reach_only_who_sees_them() -> None:
+    step = make_step([(40, 300)], dtype=torch.bfloat16)
+    expected = step.attend()
+    table = step.batch.block_ids.long()
+    for value, position in ((float("inf"), 280), (float("nan"), 290)):
+        step.value_cache[table[position // 16], :, position % 16] = value
+    out = step.attend()
+    assert torch.equal(out[:20], expected[:20])
+    assert not out[20:].isfinite().any()
+
+
 def test_bits_do_not_depend_on_the_block_size() -> None:
     results = [make_step([(300, 600)], block_size=block_size).attend() for block_size in (1, 16, 256)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
 
-def test_later_tokens_do_not_reach_earlier_ones() -> None:
-    step = make_step([(300, 300)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_later_tokens_do_not_reach_earlier_ones(dtype: torch.dtype) -> None:
+    step = make_step([(300, 300)], dtype=dtype)
     expected = step.attend()
     table = step.batch.block_ids.long()
     for position in (123, 299):
@@ -262,7 +323,7 @@ def test_wrong_arguments_are_named() -> None:
     refused(replace(step, batch=replace(step.batch, seq_lens=too_long)), r"seq_lens\[1\] is 50")
     refused(replace(step, q=step.q[:2]), r"query_start\[2\] is 3, allowed: 2")
     refused(replace(step, q=step.q[:, :5]), "num_heads is 5, allowed: a multiple of num_kv_heads = 2")
-    refused(replace(step, q=step.q[..., :32]), "head_dim of query is 32, allowed: that of key_cache, 64")
+    refused(replace(step, q=step.q[..., :32]), r"shape of query is \[3, 6, 32\], allowed: \[3, 6, 64\]")
     refused(replace(step, q=step.q.double()), "dtype of q is torch.float64")
     refused(replace(step, q=step.q.to("meta")), "device of q is meta, allowed: cpu")
     refused(
@@ -367,5 +428,5 @@ def test_number_of_threads() -> None:
     assert _core.num_threads() == 3
     with pytest.raises(ValueError, match="num_threads is 0, allowed: 1 to 1024"):
         _core.set_num_threads(0)
-    assert _core.cpu_isa() in ("avx512", "avx2", "portable")
+    assert _core.cpu_isa() in ("amx", "avx512", "avx2", "portable")
     assert isinstance(_core.cpu_features(), list)

@@ -8,6 +8,7 @@ use pagedkv::cpu::batch::Batch;
 use pagedkv::cpu::copy_blocks::{self, BlocksView};
 use pagedkv::cpu::element::Dtype;
 use pagedkv::cpu::isa::Isa;
+use pagedkv::cpu::plan::{Geometry, Plan};
 use pagedkv::cpu::pool;
 use pagedkv::cpu::rope_cache::{AngleTable, RopeCache};
 use pagedkv::cpu::tensor::{CacheView, RowsView};
@@ -298,12 +299,19 @@ impl Step {
                 block_ids: &self.block_ids[table],
             };
         }
+        let geometry = Geometry {
+            num_tokens,
+            num_heads,
+            num_kv_heads: self.shape.num_kv_heads,
+            num_blocks: self.num_blocks,
+            block_size: self.shape.block_size,
+        };
         let call = Attention {
             out: out.rows([num_tokens, num_heads, self.shape.head_dim]),
             query,
             key_cache: self.cache(&self.keys),
             value_cache: self.cache(&self.values),
-            batch,
+            plan: &Plan::new(&batch, geometry).unwrap(),
             scale: self.scale(),
         };
         call.check().unwrap();

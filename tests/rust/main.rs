@@ -3,6 +3,7 @@
 #![allow(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
     clippy::cast_sign_loss,
     clippy::too_many_lines,
     clippy::many_single_char_names,
@@ -13,6 +14,7 @@ mod beams;
 mod block;
 mod copy_leases;
 mod cpu_kernels;
+mod cpu_linear;
 mod edge_stress;
 mod events;
 mod explain;

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights. `forward` needs the angles as well: `model.set_max_len`."""
+    """A model with its weights. `forward` needs more: `model.pack`, and angles, `model.set_max_len`."""
 
     model: LlamaForCausalLM
     config: ModelConfig
@@ -30,7 +30,7 @@ class LoadedModel:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights; a tensor that is used twice counts once."""
+        """Bytes of all weights, until they are packed; a tensor that is used twice counts once."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
 

@@ -2,7 +2,7 @@
 
 `Ops` is the contract. `reference` (torch) says what is right, `cpu` (Rust) and `cuda` must agree with it. The
 models call these functions, the runner picks the backend once with `choose`. A backend is a module or an
-object; it holds no state between calls.
+object; between calls it holds nothing that changes a result.
 
 Letters in shapes: T tokens of the step, R rows to sample, H query heads, G key/value heads, D head_dim, V
 vocabulary, P positions in the table of angles, NB blocks (the null block included), C copies. Shapes are
@@ -24,6 +24,14 @@ from pagedkv.errors import BackendUnavailable
 BACKENDS = ("reference", "cpu", "cuda")
 
 
+class PackedWeight(Protocol):
+    """What `Ops.pack_linear` returns. Only the backend that packed it looks inside."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+
+
 class Ops(Protocol):
     """What a backend offers. Tensors have rows (last dimensions) without gaps."""
 
@@ -37,11 +45,30 @@ class Ops(Protocol):
         The row is normalised in float32, rounded to the dtype of x, and only then multiplied by the weight.
         """
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds `x [N, I]` to `residual [N, I]`, in place, and returns `rms_norm` of the sum.
+
+        The sum is rounded to the dtype, as if it had been stored and read again.
+        """
+
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`, both [T, I]; silu is rounded to the dtype of gate before the product."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`x [T, in] @ weight [out, in].T + bias [out]`."""
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False
+    ) -> PackedWeight:
+        """Prepares weights [out, in] that are multiplied with the same x, once, when a model is loaded.
+
+        Their products lie side by side, in the order given. gated: there are two, and the result of `linear`
+        is `silu(x @ first.T) * (x @ second.T)` instead. The tensors are copied where that pays; afterwards
+        they may be dropped.
+        """
+
+    def linear(self, x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+        """`x [T, in] @ weight [out, in].T + bias [out]`, summed in float32; of the dtype of x by default."""
+
+    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
+        """Rows of a packed weight that is not gated: i32 or i64 [T] -> [T, in]."""
 
     def rope_cache(  # noqa: PLR0913 - the two halves of the cache and the table are inputs of one fused operation
         self,
@@ -87,14 +114,15 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, sampling: SamplingRows) -> Tensor:
         """Draws one token a row: logits f32 [R, V] -> i64 [R].
 
-        Temperature 0 takes the largest logit. Otherwise the logits are divided by the temperature, filtered
-        by top_k, then top_p (the smallest set of most likely tokens whose mass, within top_k, reaches p),
-        then min_p (relative to the most likely token); at least one token is kept. Of the kept ones the
-        largest `score + noise` wins. Equal values rank by token id, the lowest first, everywhere. The noise
-        is defined in `pagedkv.ops.philox`, and depends on nothing but seed, sample index, position and token
-        id.
+        Temperature 0 takes the largest logit. Otherwise the score of a token is its logit minus the largest
+        one, divided by the temperature. The tokens are filtered by top_k, then top_p (the smallest set of
+        most likely tokens whose mass, within top_k, reaches p), then min_p (relative to the most likely
+        token); at least one token is kept. Of the kept ones the largest `score + noise` wins. Equal values
+        rank by token id, the lowest first, everywhere. The noise is defined in `pagedkv.ops.philox`, and
+        depends on nothing but seed, sample index, position and token id; the mass of a token in
+        `pagedkv.ops.exact`. Every backend draws the same tokens from the same logits.
 
-        Raises ValueError when a row holds NaN.
+        Raises ValueError when a row holds NaN, or when its largest logit is infinite and it is not greedy.
         """
 
     def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,12 +145,13 @@ def choose(backend: str) -> Ops:
         raise BackendUnavailable('device "cuda" was asked for, but torch sees no GPU; use device="cpu"')
     if backend == "cuda" and not has_cuda_kernels():
         raise BackendUnavailable(
-            "there is a GPU, but this version of pagedkv has no CUDA kernels yet; "
-            'use device="cpu" (on the command line: --device cpu)'
+            "there is a GPU, but no CuPy, which loads the CUDA kernels; pip install pagedkv[cuda13] "
+            '(or cuda12, as torch is), or use device="cpu" (on the command line: --device cpu)'
         )
-    return cast(Ops, importlib.import_module(f"pagedkv.ops.{backend}"))
+    module = importlib.import_module(f"pagedkv.ops.{backend}")
+    return cast(Ops, module.on_gpu() if backend == "cuda" else module)
 
 
 def has_cuda_kernels() -> bool:
-    """Whether this version of pagedkv brings the backend for GPUs."""
-    return importlib.util.find_spec("pagedkv.ops.cuda") is not None
+    """Whether the backend for GPUs is installed: the extra cuda12 or cuda13, which load the kernels."""
+    return importlib.util.find_spec("cupy") is not None

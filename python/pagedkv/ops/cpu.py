@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from pagedkv import _core
-from pagedkv.batch import StepBatch
-from pagedkv.ops.reference import linear, logprobs, rms_norm, sample, silu_mul
+from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.ops import reference
 
 __all__ = [
+    "add_rms_norm",
     "copy_blocks",
+    "embedding",
     "linear",
     "logprobs",
     "name",
+    "pack_linear",
     "paged_attention",
     "rms_norm",
     "rope_cache",
@@ -31,6 +34,128 @@ __all__ = [
 name = "cpu"
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPES = {dtype_name: dtype for dtype, dtype_name in _DTYPE_NAMES.items()}
+
+
+# Where there are no vectors to program, torch multiplies; it promises no bits.
+_PACKS = _core.cpu_isa() != "portable"
+
+
+def pack_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False
+) -> _core.PackedLinear | reference.PackedWeight:
+    """See `pagedkv.ops.Ops.pack_linear`."""
+    first = weights[0]
+    dtype_name = _dtype_name("weights[0]", first)
+    for idx, weight in enumerate(weights):
+        if weight.dtype != first.dtype or weight.ndim != 2 or weight.shape[1] != first.shape[1]:
+            given = f"{list(weight.shape)} of {weight.dtype}"
+            raise ValueError(f"weights[{idx}] is {given}, allowed: [out, {first.shape[1]}] of {first.dtype}")
+    if not _PACKS:
+        return reference.pack_linear(weights, biases, gated=gated)
+    dense = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+    shifts = [None if bias is None else bias.to(first.dtype).contiguous() for bias in biases]
+    parts = [
+        (weight.data_ptr(), len(weight), weight.stride(0), 0 if bias is None else bias.data_ptr())
+        for weight, bias in zip(dense, shifts, strict=True)
+    ]
+    return _core.PackedLinear(parts, first.shape[1], dtype_name, gated=gated)
+
+
+def linear(
+    x: Tensor, weight: _core.PackedLinear | reference.PackedWeight, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """See `pagedkv.ops.Ops.linear`. Its bits do not depend on the other rows of x."""
+    if isinstance(weight, reference.PackedWeight):
+        return reference.linear(x, weight, out_dtype)
+    if out_dtype is None:
+        out_dtype = x.dtype
+    num_rows, width = x.shape
+    row_stride, stride = x.stride()
+    if stride != 1:
+        x = x.contiguous()
+        row_stride = width
+    out = torch.empty((num_rows, weight.out_size), dtype=out_dtype)
+    weight.multiply(
+        (x.data_ptr(), num_rows, width, row_stride),
+        _dtype_name("x", x),
+        out.data_ptr(),
+        _DTYPE_NAMES[out_dtype],
+    )
+    return out
+
+
+def embedding(token_ids: Tensor, weight: _core.PackedLinear | reference.PackedWeight) -> Tensor:
+    """See `pagedkv.ops.Ops.embedding`."""
+    if isinstance(weight, reference.PackedWeight):
+        return reference.embedding(token_ids, weight)
+    token_ids = _int32(token_ids)
+    out = torch.empty((len(token_ids), weight.in_size), dtype=_DTYPES[weight.dtype])
+    weight.rows(_indices(token_ids), out.data_ptr())
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `pagedkv.ops.Ops.rms_norm`."""
+    row_type, shape = _matrix_type("x", x), x.shape
+    _check_weight(weight, x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_rows, width = shape
+    _core.rms_norm(
+        out.data_ptr(),
+        x.data_ptr(),
+        0,
+        weight.data_ptr(),
+        num_rows,
+        width,
+        x.stride(0),
+        0,
+        row_type,
+        eps,
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `pagedkv.ops.Ops.add_rms_norm`."""
+    row_type = _matrix_type("x", x)
+    _check_like("residual", residual, x)
+    _check_weight(weight, x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_rows, width = x.shape
+    if out.numel():
+        _core.rms_norm(
+            out.data_ptr(),
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            num_rows,
+            width,
+            x.stride(0),
+            residual.stride(0),
+            row_type,
+            eps,
+        )
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """See `pagedkv.ops.Ops.silu_mul`."""
+    row_type = _matrix_type("gate", gate)
+    _check_like("up", up, gate)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    num_rows, width = gate.shape
+    _core.silu_mul(
+        out.data_ptr(),
+        gate.data_ptr(),
+        up.data_ptr(),
+        num_rows,
+        width,
+        gate.stride(0),
+        up.stride(0),
+        row_type,
+    )
+    return out
 
 
 def rope_cache(  # noqa: PLR0913 - the contract's signature
@@ -78,19 +203,21 @@ def paged_attention(
     """See `pagedkv.ops.Ops.paged_attention`."""
     row_type, cache_type = _dtype_name("q", q), _cache_dtype_name(key_cache, value_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    query_start, seq_lens = _int32(batch.query_start), _int32(batch.seq_lens)
-    table_start, block_ids = _int32(batch.table_start), _int32(batch.block_ids)
-    _core.paged_attention(
-        _tensor(out),
-        _tensor(q),
-        _tensor(key_cache),
-        _tensor(value_cache),
-        (_indices(query_start), _indices(seq_lens), _indices(table_start), _indices(block_ids)),
-        row_type,
-        cache_type,
-        scale,
+    plan: _core.StepPlan = batch.prepared.get(name) or _prepare(batch)
+    plan.paged_attention(
+        out.data_ptr(), _tensor(q), _tensor(key_cache), _tensor(value_cache), row_type, cache_type, scale
     )
     return out
+
+
+def _prepare(batch: StepBatch) -> _core.StepPlan:
+    """Makes the plan of a step, which all of its layers use."""
+    sections = (batch.query_start, batch.seq_lens, batch.table_start, batch.block_ids)
+    # Kept until the plan has copied them: `_int32` may have made new ones.
+    held = [_int32(section) for section in sections]
+    plan = _core.StepPlan(*map(_indices, held))
+    batch.prepared[name] = plan
+    return plan
 
 
 def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:
@@ -111,6 +238,68 @@ def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> N
         (cache.data_ptr(), len(cache), cache.stride(0) * item_bytes) for pair in kv_caches for cache in pair
     ]
     _core.copy_blocks(caches, first[0].numel() * item_bytes, _indices(copies))
+
+
+def sample(logits: Tensor, sampling: SamplingRows) -> Tensor:
+    """See `pagedkv.ops.Ops.sample`."""
+    _check_logits(logits)
+    num_rows, vocab_size = logits.shape
+    words = sampling.words
+    if len(words) != num_rows or not words.is_contiguous():
+        raise ValueError(f"rows of sampling are {len(words)}, allowed: {num_rows} dense ones, as of logits")
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    _core.sample(
+        tokens.data_ptr(), logits.data_ptr(), words.data_ptr(), num_rows, vocab_size, logits.stride(0)
+    )
+    return tokens
+
+
+def logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `pagedkv.ops.Ops.logprobs`."""
+    _check_logits(logits)
+    num_rows, vocab_size = logits.shape
+    if chosen.shape != (num_rows,) or chosen.dtype != torch.int64:
+        given = f"{list(chosen.shape)} of {chosen.dtype}"
+        raise ValueError(f"chosen is {given}, allowed: [{num_rows}] of torch.int64")
+    chosen = chosen.contiguous()
+    of_chosen, top_ids, top = _core.logprobs(
+        logits.data_ptr(), chosen.data_ptr(), num_rows, vocab_size, logits.stride(0), k
+    )
+    width = min(k, vocab_size)
+    return (
+        torch.tensor(of_chosen, dtype=torch.float32),
+        torch.tensor(top_ids, dtype=torch.int64).view(num_rows, width),
+        torch.tensor(top, dtype=torch.float32).view(num_rows, width),
+    )
+
+
+def _check_logits(logits: Tensor) -> None:
+    if logits.dtype != torch.float32:
+        raise ValueError(f"dtype of logits is {logits.dtype}, allowed: torch.float32")
+    _matrix_type("logits", logits)
+
+
+def _matrix_type(label: str, tensor: Tensor) -> str:
+    """The element type of a matrix with dense rows; refuses other tensors."""
+    if tensor.dim() != 2 or (tensor.stride(1) != 1 and tensor.shape[1] > 1):
+        given = f"{list(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(f"{label} is {given}, allowed: two dimensions, the last one dense")
+    return _dtype_name(label, tensor)
+
+
+def _check_like(label: str, tensor: Tensor, first: Tensor) -> None:
+    """Refuses a matrix that is not of the shape and type of the first argument."""
+    if tensor.shape != first.shape or tensor.dtype != first.dtype:
+        given = f"{list(tensor.shape)} of {tensor.dtype}"
+        raise ValueError(f"{label} is {given}, allowed: {list(first.shape)} of {first.dtype}")
+    _matrix_type(label, tensor)
+
+
+def _check_weight(weight: Tensor, x: Tensor) -> None:
+    if weight.dtype != x.dtype or weight.shape != x.shape[1:] or not weight.is_contiguous():
+        given = f"{list(weight.shape)} of {weight.dtype}"
+        raise ValueError(f"weight is {given}, allowed: dense, {list(x.shape[1:])} of {x.dtype}")
+    _dtype_name("weight", weight)
 
 
 def _tensor(tensor: Tensor) -> tuple[int, Sequence[int], Sequence[int]]:

@@ -7,16 +7,18 @@ nor on preemption.
 
     key      (seed low 32 bits, seed high 32 bits)
     counter  (token_id >> 2, position, sample_index, 0); the noise of token_id is output word token_id & 3
-    u        ((word >> 8) + 0.5) * 2^-24, in 0 < u < 1
-    g        -log(-log(u)), rounded to float32
+    u        ((word >> 9) + 0.5) * 2^-23, in 0 < u < 1
+    g        -ln(-ln(u)), with the logarithm of `pagedkv.ops.exact`
 
-u needs 25 significant bits. In float32 the largest words would round to u = 1 and to infinite noise, and such
-a token would win whatever its logit: with 49,152 tokens in one draw of 341. Hence float64 for u and both
-logarithms.
+u has 24 significant bits, so that float32 holds it, and its distance from 1, without rounding. With one bit
+more the largest words would round to u = 1 and to infinite noise, and such a token would win whatever its
+logit.
 """
 
 import torch
 from torch import Tensor
+
+from pagedkv.ops.exact import ln
 
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -63,5 +65,5 @@ def gumbel_noise(
 
 def gumbel_of_word(word: Tensor) -> Tensor:
     """The noise that a word of Philox, i64 0..2^32-1, stands for, as f32; always finite."""
-    u = ((word >> 8).to(torch.float64) + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(u)).to(torch.float32)
+    u = ((word >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    return -ln(-ln(u))

@@ -1,11 +1,13 @@
 """The operations in plain torch: slow, on any device, obviously right. The others are held against it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.ops.exact import UNIT_MASS, mass
 from pagedkv.ops.philox import gumbel_noise
 
 name = "reference"
@@ -21,14 +23,53 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `pagedkv.ops.Ops.add_rms_norm`."""
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """See `pagedkv.ops.Ops.silu_mul`."""
     return torch.nn.functional.silu(gate) * up
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@dataclass(frozen=True)
+class PackedWeight:
+    """Weights on top of each other, otherwise as they were."""
+
+    weight: Tensor
+    bias: Tensor | None
+    gated: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """See `pagedkv.ops.PackedWeight.num_bytes`."""
+        return self.weight.nbytes
+
+
+def pack_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False
+) -> PackedWeight:
+    """See `pagedkv.ops.Ops.pack_linear`."""
+    bias = None
+    if any(part is not None for part in biases):
+        pairs = zip(weights, biases, strict=True)
+        bias = torch.cat([weight.new_zeros(len(weight)) if part is None else part for weight, part in pairs])
+    return PackedWeight(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias, gated)
+
+
+def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `pagedkv.ops.Ops.linear`."""
-    return torch.nn.functional.linear(x, weight, bias)
+    out = torch.nn.functional.linear(x, weight.weight, weight.bias)
+    if weight.gated:
+        out = silu_mul(*out.chunk(2, dim=-1))
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
+    """See `pagedkv.ops.Ops.embedding`."""
+    return torch.nn.functional.embedding(token_ids, weight.weight)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,9 +152,14 @@ def sample(logits: Tensor, sampling: SamplingRows) -> Tensor:
     if sampling.all_greedy:
         return tokens
     rows = torch.nonzero(sampling.temperature > 0).squeeze(1)
-    # Subtracting the largest logit first changes no probability, and lets any temperature > 0 stay finite.
     chosen = logits[rows]
-    scores = (chosen - chosen.amax(-1, keepdim=True)) / sampling.temperature[rows, None]
+    largest = chosen.amax(-1, keepdim=True)
+    if bool(largest.isinf().any()):
+        row = int(rows[torch.nonzero(largest.isinf())[0, 0]])
+        raise ValueError(f"row {row} of the logits is infinite at its largest, allowed: numbers")
+    # Subtracting the largest logit first changes no probability, and lets any temperature > 0 stay finite.
+    # Adding zero makes one number of both zeros.
+    scores = (chosen - largest) / sampling.temperature[rows, None] + 0.0
     if sampling.any_filter:
         kept = _kept(scores, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
         scores = scores.masked_fill(~kept, float("-inf"))
@@ -136,7 +182,7 @@ def _argmax(values: Tensor) -> Tensor:
     result = torch.where(is_largest, columns, vocab_size).amin(-1)
     if bool((result == vocab_size).any()):
         row = int(torch.nonzero(result == vocab_size)[0, 0])
-        raise ValueError(f"row {row} of the logits holds NaN")
+        raise ValueError(f"row {row} of the logits is NaN somewhere, allowed: numbers")
     return result
 
 
@@ -146,13 +192,12 @@ def _kept(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab_size, device=scores.device)[None, :]
     keep = rank < torch.where(top_k > 0, top_k, vocab_size)[:, None]
-    mass = torch.softmax(ranked.masked_fill(~keep, float("-inf")).double(), dim=-1)
-    mass_before = mass.cumsum(-1) - mass
-    # A token is kept while the mass of the better ones is short of p. p = 1 keeps all, whatever the rounding
-    # of sums.
-    keep &= (mass_before < top_p[:, None]) | (top_p[:, None] >= 1)
-    keep &= mass >= min_p[:, None] * mass[:, :1]
-    keep[:, 0] = True
+    masses = mass(ranked)
+    within = torch.where(keep, masses, 0)
+    target = (top_p.double() * within.sum(-1)).ceil().clamp(min=1)[:, None]
+    # A token is kept while the mass of the better ones is short of the target.
+    keep &= (within.cumsum(-1) - within < target) | (top_p[:, None] >= 1)
+    keep &= masses >= (min_p.double() * UNIT_MASS).ceil().clamp(max=UNIT_MASS)[:, None]
     return torch.zeros_like(keep).scatter(1, order, keep)
 
 

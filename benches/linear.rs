@@ -1,0 +1,269 @@
+//! Products with packed weights, for the layers of a 135M model, beside what the processor could do.
+//!
+//! `ceiling` measures the limits in the same run: `read` sums memory that no cache holds, and the multiply-adds of an
+//! arithmetic on registers alone. `linear/<arithmetic>/<K>x<N>` is M rows against weights that are visited in turns, as
+//! in a step, so that they come from beyond the second-level cache. Bound for M = 1: the memory bandwidth. Bound for
+//! many rows: the multiply-adds. Throughput is in bytes of weights where M = 1, else in operations (a multiply-add is
+//! two).
+//!
+//! Expected on AVX512-BF16 with two cores: 90% of `read` at M = 1, 70% of the multiply-adds at M = 32, 85% from 128 on.
+//! AMX multiplies so fast that reading its operands is the bound at every M.
+//!
+//! `cargo bench --bench linear -- ceiling`, `-- linear/amx`
+
+use std::cell::Cell;
+use std::hint::black_box;
+use std::time::Duration;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use half::bf16;
+use pagedkv::cpu::element::Dtype;
+use pagedkv::cpu::linear::{Arithmetic, Linear, Matrix, PackedWeight, Part};
+use pagedkv::cpu::pool;
+
+/// (K, N): gate and up in one, down, q with k and v, the output layer.
+const SHAPES: [(usize, usize); 4] = [(576, 3072), (1536, 576), (576, 960), (576, 49_152)];
+
+/// Bytes of the weights that are visited in turns.
+const VISITED_BYTES: usize = 128 << 20;
+
+fn thread_counts() -> Vec<usize> {
+    let mut counts = vec![1, std::thread::available_parallelism().map_or(1, usize::from)];
+    counts.dedup();
+    counts
+}
+
+/// Runs `work` on so many threads at once.
+fn on_threads(num_threads: usize, work: impl Fn(usize) + Sync) {
+    std::thread::scope(|scope| {
+        let work = &work;
+        for idx in 1..num_threads {
+            scope.spawn(move || work(idx));
+        }
+        work(0);
+    });
+}
+
+fn ceiling(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("ceiling");
+    let memory = vec![1_u64; (VISITED_BYTES * 2) / 8];
+    for num_threads in thread_counts() {
+        group.throughput(Throughput::Bytes(size_of_val(&*memory) as u64));
+        group.bench_function(BenchmarkId::new("read", num_threads), |bencher| {
+            bencher.iter(|| {
+                on_threads(num_threads, |idx| {
+                    let part =
+                        &memory[memory.len() * idx / num_threads..memory.len() * (idx + 1) / num_threads];
+                    black_box(part.iter().fold(0_u64, |sum, word| sum.wrapping_add(*word)));
+                });
+            });
+        });
+        #[cfg(target_arch = "x86_64")]
+        for (name, operations, run) in peaks::available() {
+            const ROUNDS: usize = 1_000_000;
+            group.throughput(Throughput::Elements((num_threads * ROUNDS * operations) as u64));
+            group.bench_function(BenchmarkId::new(name, num_threads), |bencher| {
+                bencher.iter(|| on_threads(num_threads, |_| run(ROUNDS)));
+            });
+        }
+    }
+    group.finish();
+}
+
+#[cfg(target_arch = "x86_64")]
+mod peaks {
+    use std::arch::asm;
+    use std::arch::x86_64::{
+        __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_set1_epi16, _mm512_set1_ps,
+        _mm512_setzero_ps,
+    };
+    use std::hint::black_box;
+    use std::mem::transmute;
+
+    use pagedkv::cpu::element::Dtype;
+    use pagedkv::cpu::linear::Arithmetic;
+
+    /// Sums that are independent of each other: more than an instruction's latency can hide.
+    const SUMS: usize = 24;
+
+    /// Name of an arithmetic, operations of a round, and the loop that does so many rounds.
+    type Peak = (&'static str, usize, fn(usize));
+
+    /// The loops that run here.
+    pub(super) fn available() -> Vec<Peak> {
+        let has = |name: &str| {
+            Arithmetic::available(Dtype::Bf16)
+                .iter()
+                .any(|a| a.name() == name)
+        };
+        let all: [Peak; 3] = [
+            // SAFETY: run only where the processor has the instructions.
+            ("avx512", SUMS * 32, |n| unsafe { fma(n) }),
+            // SAFETY: as above.
+            ("avx512_bf16", SUMS * 64, |n| unsafe { dot(n) }),
+            // SAFETY: as above.
+            ("amx_bf16", 4 * 16 * 16 * 64, |n| unsafe { amx(n) }),
+        ];
+        all.into_iter().filter(|(name, ..)| has(name)).collect()
+    }
+
+    #[target_feature(enable = "avx512f")]
+    fn fma(rounds: usize) {
+        let x = black_box(_mm512_set1_ps(1.0));
+        let mut sums = [_mm512_setzero_ps(); SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                *sum = _mm512_fmadd_ps(x, x, *sum);
+            }
+        }
+        black_box(sums);
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    fn dot(rounds: usize) {
+        // SAFETY: both types are 64 bytes.
+        let x = unsafe { transmute::<__m512i, __m512bh>(black_box(_mm512_set1_epi16(0x3f80))) };
+        let mut sums = [_mm512_setzero_ps(); SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                *sum = _mm512_dpbf16_ps(*sum, x, x);
+            }
+        }
+        black_box(sums);
+    }
+
+    /// # Safety
+    /// The process may use tiles: `Arithmetic::available` asked for them.
+    unsafe fn amx(rounds: usize) {
+        #[repr(C, align(64))]
+        struct Config([u8; 64]);
+        let mut config = Config([0; 64]);
+        config.0[0] = 1;
+        for tile in 0..8 {
+            config.0[16 + 2 * tile] = 64;
+            config.0[48 + tile] = 16;
+        }
+        // SAFETY: the configuration is valid; only tiles are changed, which nobody else here uses.
+        unsafe {
+            asm!(
+                "ldtilecfg [{config}]",
+                "2:",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "dec {rounds}",
+                "jnz 2b",
+                "tilerelease",
+                config = in(reg) &raw const config,
+                rounds = inout(reg) rounds => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly),
+            );
+        }
+    }
+}
+
+/// Weights to visit in turns, and rows to multiply them with.
+struct Layers {
+    weights: Vec<PackedWeight>,
+    x: Vec<u32>,
+    /// Cells, because the kernel writes through its address.
+    out: Vec<Cell<u32>>,
+    dtype: Dtype,
+    next: Cell<usize>,
+}
+
+impl Layers {
+    fn new(arithmetic: Arithmetic, dtype: Dtype, in_size: usize, out_size: usize, max_rows: usize) -> Self {
+        let word = match dtype {
+            Dtype::F32 => 0.5_f32.to_bits(),
+            Dtype::Bf16 | Dtype::F16 => u32::from(bf16::from_f32(0.5).to_bits()) * 0x1_0001,
+        };
+        let numbers = |len: usize| vec![word; (len * dtype.size()).div_ceil(4)];
+        let weight = numbers(in_size * out_size);
+        let part = Part {
+            weight: weight.as_ptr().cast(),
+            num_rows: out_size,
+            row_stride: in_size,
+            bias: std::ptr::null(),
+        };
+        let num_layers = (VISITED_BYTES / (in_size * out_size * dtype.size())).max(1);
+        Self {
+            weights: (0..num_layers)
+                .map(|_| {
+                    // SAFETY: the part is whole.
+                    unsafe { PackedWeight::pack(arithmetic, dtype, in_size, &[part], false) }
+                        .expect("it is sound")
+                })
+                .collect(),
+            x: numbers(max_rows * in_size),
+            out: vec![Cell::new(0); (max_rows * out_size * dtype.size()).div_ceil(4)],
+            dtype,
+            next: Cell::new(0),
+        }
+    }
+
+    fn multiply(&self, num_rows: usize) {
+        let weight = &self.weights[self.next.get()];
+        self.next.set((self.next.get() + 1) % self.weights.len());
+        let view = |address: *const u32, width| Matrix {
+            address: address.cast_mut().cast(),
+            dtype: self.dtype,
+            num_rows,
+            width,
+            row_stride: width,
+        };
+        let call = Linear {
+            out: view(self.out.as_ptr().cast(), weight.out_size()),
+            x: view(self.x.as_ptr(), weight.in_size()),
+            weight,
+        };
+        call.check().expect("it fits");
+        // SAFETY: checked, and all of the memory is ours.
+        unsafe { call.run() };
+    }
+}
+
+fn linear(criterion: &mut Criterion) {
+    for dtype in [Dtype::Bf16, Dtype::F32] {
+        for arithmetic in Arithmetic::available(dtype) {
+            for (in_size, out_size) in SHAPES {
+                let name = format!(
+                    "linear/{}/{}/{in_size}x{out_size}",
+                    arithmetic.name(),
+                    dtype.name()
+                );
+                let mut group = criterion.benchmark_group(name);
+                let mut layers = None;
+                for num_threads in thread_counts() {
+                    for num_rows in [1, 8, 32, 128, 512] {
+                        group.throughput(if num_rows == 1 {
+                            Throughput::Bytes((in_size * out_size * dtype.size()) as u64)
+                        } else {
+                            Throughput::Elements((2 * num_rows * in_size * out_size) as u64)
+                        });
+                        let id =
+                            BenchmarkId::new(format!("{num_rows} rows"), format!("{num_threads} threads"));
+                        group.bench_function(id, |bencher| {
+                            pool::set_num_threads(num_threads).expect("a positive number");
+                            let layers = layers.get_or_insert_with(|| {
+                                Layers::new(arithmetic, dtype, in_size, out_size, 512)
+                            });
+                            bencher.iter(|| layers.multiply(num_rows));
+                        });
+                    }
+                }
+                group.finish();
+            }
+        }
+    }
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default().measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(300)).sample_size(10);
+    targets = ceiling, linear
+}
+criterion_main!(benches);

@@ -1,0 +1,224 @@
+//! The matrix tiles of AMX: whether there are any, their configuration, and attention's instructions.
+//!
+//! A tile register is sixteen rows of 64 bytes. One instruction multiplies sixteen rows of 32 bf16 by sixteen columns
+//! of 32 and adds the products to sixteen rows of sixteen f32: 16,384 operations. Numbers too small for a normal bf16
+//! or f32 count as zero. The compiler knows none of the registers, so what they hold stays from one function here to
+//! the next; nothing else may use them meanwhile. Called by `tile_amx` and by `linear/amx`, which has loops of its own.
+
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(
+        clippy::inline_always,
+        reason = "an instruction is not worth a call, least of all between two that share registers"
+    )
+)]
+
+/// Proof that this process may use the tiles, and that AVX-512 with its bf16 conversions is there too.
+#[derive(Clone, Copy, Debug)]
+pub struct Amx(());
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use instructions::{ROW_BYTES, Shapes, TILE_LEN};
+
+#[cfg(target_arch = "x86_64")]
+mod instructions {
+    use std::arch::asm;
+    use std::arch::is_x86_feature_detected as has;
+    use std::arch::x86_64::__cpuid_count;
+    use std::sync::OnceLock;
+
+    use super::Amx;
+
+    /// Rows of a tile, and columns of four bytes.
+    pub(in crate::cpu) const TILE_LEN: usize = 16;
+
+    /// Bytes of a row of a tile.
+    pub(in crate::cpu) const ROW_BYTES: usize = 64;
+
+    /// Bits of the processor's answer to question 7: bf16 on tiles, and tiles.
+    const CPUID_BITS: u32 = 1 << 22 | 1 << 24;
+
+    /// The shapes of the eight tiles, as `ldtilecfg` reads them.
+    #[derive(Clone, Copy, Debug)]
+    #[repr(C, align(64))]
+    pub(in crate::cpu) struct Shapes {
+        palette: u8,
+        start_row: u8,
+        reserved: [u8; 14],
+        row_bytes: [u16; 16],
+        rows: [u8; 16],
+    }
+
+    impl Shapes {
+        /// All of the largest size.
+        pub(in crate::cpu) const FULL: Self = Self::new([16; 8]);
+
+        /// Tiles of so many rows, 1 to 16, of 64 bytes each.
+        pub(in crate::cpu) const fn new(rows: [u8; 8]) -> Self {
+            let mut shapes = Self {
+                palette: 1,
+                start_row: 0,
+                reserved: [0; 14],
+                row_bytes: [0; 16],
+                rows: [0; 16],
+            };
+            let mut tile = 0;
+            while tile < rows.len() {
+                assert!(1 <= rows[tile] && rows[tile] <= 16);
+                shapes.row_bytes[tile] = 64;
+                shapes.rows[tile] = rows[tile];
+                tile += 1;
+            }
+            shapes
+        }
+    }
+
+    /// Asks the system for the right to use the tiles. On Linux a process has to (its threads then may, too):
+    /// `arch_prctl`, `ARCH_REQ_XCOMP_PERM`, `XTILEDATA`.
+    fn permitted() -> bool {
+        #[cfg(target_os = "linux")]
+        {
+            const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+            const XTILEDATA: libc::c_long = 18;
+            // SAFETY: a system call that takes two numbers and touches no memory of ours.
+            unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
+        }
+        #[cfg(not(target_os = "linux"))]
+        false
+    }
+
+    #[expect(clippy::unused_self, reason = "the value is the proof that there are tiles")]
+    impl Amx {
+        /// Asks the processor and the system, once.
+        pub(in crate::cpu) fn detect() -> Option<Self> {
+            static FOUND: OnceLock<bool> = OnceLock::new();
+            let found = *FOUND.get_or_init(|| {
+                let vectors = has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512bf16");
+                let tiles = __cpuid_count(7, 0).edx & CPUID_BITS == CPUID_BITS;
+                vectors && tiles && permitted()
+            });
+            found.then_some(Self(()))
+        }
+
+        /// Sets the shapes of the tiles, and zeroes them. To be called before the tiles are used, on each thread.
+        #[inline(always)]
+        pub(in crate::cpu) fn configure(self, shapes: &Shapes) {
+            // SAFETY: `self` proves that the tiles may be used; the shapes are valid, and live during the instruction.
+            unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *shapes, options(nostack, readonly)) };
+        }
+
+        /// Gives the tiles back: the system saves their 8 KB whenever it stops a thread that has them.
+        #[inline(always)]
+        pub(in crate::cpu) fn release(self) {
+            // SAFETY: as above.
+            unsafe { asm!("tilerelease", options(nostack, nomem)) };
+        }
+
+        /// Zeroes the four accumulators.
+        #[inline(always)]
+        pub(in crate::cpu) fn clear(self) {
+            // SAFETY: as above.
+            unsafe {
+                asm!(
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
+                    options(nostack)
+                );
+            };
+        }
+
+        /// Adds to accumulator i the product of the matrix at `left[i]` (rows `stride` bytes apart) and the one at
+        /// `right` (dense).
+        ///
+        /// # Safety
+        /// Tiles lie at the addresses.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn add_products_of_lefts(
+            self,
+            left: [*const u8; 4],
+            stride: usize,
+            right: *const u8,
+        ) {
+            // SAFETY: the caller vouches for the addresses.
+            unsafe {
+                asm!(
+                    "tileloadd tmm4, [{right} + {dense} * 1]",
+                    "tileloadd tmm5, [{left0} + {stride} * 1]",
+                    "tileloadd tmm6, [{left1} + {stride} * 1]",
+                    "tdpbf16ps tmm0, tmm5, tmm4",
+                    "tileloadd tmm7, [{left2} + {stride} * 1]",
+                    "tdpbf16ps tmm1, tmm6, tmm4",
+                    "tileloadd tmm5, [{left3} + {stride} * 1]",
+                    "tdpbf16ps tmm2, tmm7, tmm4",
+                    "tdpbf16ps tmm3, tmm5, tmm4",
+                    right = in(reg) right, dense = in(reg) ROW_BYTES, stride = in(reg) stride,
+                    left0 = in(reg) left[0], left1 = in(reg) left[1], left2 = in(reg) left[2], left3 = in(reg) left[3],
+                    options(nostack, readonly),
+                );
+            }
+        }
+
+        /// Adds to accumulator i the product of the matrix at `left` and the i-th of four at `right`; all are dense.
+        ///
+        /// # Safety
+        /// Tiles lie at the addresses.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn add_products_of_rights(self, left: *const u8, right: *const u8) {
+            // SAFETY: the caller vouches for the addresses.
+            unsafe {
+                asm!(
+                    "tileloadd tmm4, [{left} + {dense} * 1]",
+                    "tileloadd tmm5, [{right} + {dense} * 1]",
+                    "tileloadd tmm6, [{right} + {dense} * 1 + 1024]",
+                    "tdpbf16ps tmm0, tmm4, tmm5",
+                    "tileloadd tmm7, [{right} + {dense} * 1 + 2048]",
+                    "tdpbf16ps tmm1, tmm4, tmm6",
+                    "tileloadd tmm5, [{right} + {dense} * 1 + 3072]",
+                    "tdpbf16ps tmm2, tmm4, tmm7",
+                    "tdpbf16ps tmm3, tmm4, tmm5",
+                    left = in(reg) left, right = in(reg) right, dense = in(reg) ROW_BYTES,
+                    options(nostack, readonly),
+                );
+            }
+        }
+
+        /// The same for two matrices and accumulators.
+        ///
+        /// # Safety
+        /// Tiles lie at the addresses.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn add_products_of_two_rights(self, left: *const u8, right: *const u8) {
+            // SAFETY: the caller vouches for the addresses.
+            unsafe {
+                asm!(
+                    "tileloadd tmm4, [{left} + {dense} * 1]",
+                    "tileloadd tmm5, [{right} + {dense} * 1]",
+                    "tileloadd tmm6, [{right} + {dense} * 1 + 1024]",
+                    "tdpbf16ps tmm0, tmm4, tmm5",
+                    "tdpbf16ps tmm1, tmm4, tmm6",
+                    left = in(reg) left, right = in(reg) right, dense = in(reg) ROW_BYTES,
+                    options(nostack, readonly),
+                );
+            }
+        }
+
+        /// Writes the four accumulators one after another.
+        #[inline(always)]
+        pub(in crate::cpu) fn store(self, place: &mut [f32]) {
+            assert!(place.len() >= 4 * TILE_LEN * TILE_LEN);
+            // SAFETY: there is room for the four.
+            unsafe {
+                asm!(
+                    "tilestored [{place} + {dense} * 1], tmm0",
+                    "tilestored [{place} + {dense} * 1 + 1024], tmm1",
+                    "tilestored [{place} + {dense} * 1 + 2048], tmm2",
+                    "tilestored [{place} + {dense} * 1 + 3072], tmm3",
+                    place = in(reg) place.as_mut_ptr(), dense = in(reg) ROW_BYTES,
+                    options(nostack),
+                );
+            }
+        }
+    }
+}

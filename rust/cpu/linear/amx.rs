@@ -1,0 +1,218 @@
+//! Tiles of AMX: `tdpbf16ps` multiplies 16 rows of 32 elements by 16 columns.
+//!
+//! Rust has no stable intrinsics for it, so the loops are assembly. A block of 32 rows by two panels keeps four tiles
+//! of sums, two of x and two of weights: the eight that there are. Up to 16 rows are multiplied by four panels at a
+//! time.
+
+use std::arch::asm;
+use std::cell::Cell;
+
+use super::piece::{MicroKernel, Tile};
+use crate::cpu::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
+use crate::cpu::isa::LANES;
+
+/// Elements along K that one instruction multiplies.
+const STEP: usize = 32;
+
+/// The tiles of this thread, within `with_tiles`.
+#[derive(Clone, Copy)]
+pub(super) struct Tiles<'a> {
+    amx: Amx,
+    /// Rows of the upper and of the lower tiles, as configured.
+    shape: &'a Cell<(usize, usize)>,
+}
+
+/// Calls `work` on this thread, and gives the tiles up afterwards.
+pub(super) fn with_tiles(amx: Amx, work: impl FnOnce(Tiles<'_>)) {
+    let shape = Cell::new((0, 0));
+    work(Tiles { amx, shape: &shape });
+    amx.release();
+}
+
+impl Tiles<'_> {
+    /// Gives the tiles their shapes: 0 and 1 hold sums of the upper rows, 2 and 3 of the lower ones (or, if there are
+    /// none, more sums of the upper ones), 4 and 5 rows of x, 6 and 7 weights.
+    fn configure(self, upper: usize, lower: usize) {
+        if self.shape.get() == (upper, lower) {
+            return;
+        }
+        let byte = |rows: usize| u8::try_from(rows).expect("at most 16");
+        let (first, second) = (byte(upper), byte(if lower == 0 { upper } else { lower }));
+        let shapes = Shapes::new([first, first, second, second, first, second, 16, 16]);
+        self.amx.configure(&shapes);
+        self.shape.set((upper, lower));
+    }
+}
+
+/// Begins the sums in four tiles: zeros, or what was put aside. `$at` are their offsets from the sums.
+macro_rules! multiply {
+    ($tile:expr, [$($begin:literal,)*], [$($zero:literal,)*], [$($step:literal,)*], [$($end:literal,)*], $($operand:tt)*) => {
+        if $tile.resumes {
+            asm!($($begin,)* "2:", $($step,)* "dec {steps}", "jnz 2b", $($end,)* $($operand)*)
+        } else {
+            asm!($($zero,)* "2:", $($step,)* "dec {steps}", "jnz 2b", $($end,)* $($operand)*)
+        }
+    };
+}
+
+/// Up to 32 rows, more than 16, by two panels.
+unsafe fn two_by_two(tile: &Tile) {
+    let lower = tile.x.wrapping_add(TILE_LEN * tile.x_stride);
+    let sums_bytes = tile.sums_stride * size_of::<f32>();
+    // SAFETY: the caller vouches for the memory, and configured the tiles.
+    unsafe {
+        multiply!(
+            tile,
+            [
+                "tileloadd tmm0, [{s0} + {ss}*1]", "tileloadd tmm1, [{s0} + {ss}*1 + 64]",
+                "tileloadd tmm2, [{s1} + {ss}*1]", "tileloadd tmm3, [{s1} + {ss}*1 + 64]",
+            ],
+            ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",],
+            [
+                "tileloadd tmm6, [{w0} + {row}*1]", "tileloadd tmm4, [{x0} + {xs}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{w1} + {row}*1]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{x1} + {xs}*1]",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {x0}, 64", "add {x1}, 64", "add {w0}, 1024", "add {w1}, 1024",
+            ],
+            [
+                "tilestored [{s0} + {ss}*1], tmm0", "tilestored [{s0} + {ss}*1 + 64], tmm1",
+                "tilestored [{s1} + {ss}*1], tmm2", "tilestored [{s1} + {ss}*1 + 64], tmm3",
+            ],
+            x0 = inout(reg) tile.x => _,
+            x1 = inout(reg) lower => _,
+            xs = in(reg) tile.x_stride,
+            w0 = inout(reg) tile.panels => _,
+            w1 = inout(reg) tile.panels.wrapping_add(tile.panel_stride) => _,
+            row = in(reg) ROW_BYTES,
+            steps = inout(reg) tile.depth / STEP => _,
+            s0 = in(reg) tile.sums,
+            s1 = in(reg) tile.sums.wrapping_add(TILE_LEN * tile.sums_stride),
+            ss = in(reg) sums_bytes,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Up to 16 rows by four panels.
+unsafe fn one_by_four(tile: &Tile) {
+    let panel = |idx: usize| tile.panels.wrapping_add(idx * tile.panel_stride);
+    let sums_bytes = tile.sums_stride * size_of::<f32>();
+    // SAFETY: the caller vouches for the memory, and configured the tiles.
+    unsafe {
+        multiply!(
+            tile,
+            [
+                "tileloadd tmm0, [{s} + {ss}*1]", "tileloadd tmm1, [{s} + {ss}*1 + 64]",
+                "tileloadd tmm2, [{s} + {ss}*1 + 128]", "tileloadd tmm3, [{s} + {ss}*1 + 192]",
+            ],
+            ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",],
+            [
+                "tileloadd tmm4, [{x} + {xs}*1]", "tileloadd tmm6, [{w0} + {row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{w1} + {row}*1]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm6, [{w2} + {row}*1]",
+                "tdpbf16ps tmm2, tmm4, tmm6",
+                "tileloadd tmm7, [{w3} + {row}*1]",
+                "tdpbf16ps tmm3, tmm4, tmm7",
+                "add {x}, 64", "add {w0}, 1024", "add {w1}, 1024", "add {w2}, 1024", "add {w3}, 1024",
+            ],
+            [
+                "tilestored [{s} + {ss}*1], tmm0", "tilestored [{s} + {ss}*1 + 64], tmm1",
+                "tilestored [{s} + {ss}*1 + 128], tmm2", "tilestored [{s} + {ss}*1 + 192], tmm3",
+            ],
+            x = inout(reg) tile.x => _,
+            xs = in(reg) tile.x_stride,
+            w0 = inout(reg) panel(0) => _,
+            w1 = inout(reg) panel(1) => _,
+            w2 = inout(reg) panel(2) => _,
+            w3 = inout(reg) panel(3) => _,
+            row = in(reg) ROW_BYTES,
+            steps = inout(reg) tile.depth / STEP => _,
+            s = in(reg) tile.sums,
+            ss = in(reg) sums_bytes,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Up to 16 rows by one panel.
+unsafe fn one_by_one(tile: &Tile) {
+    let sums_bytes = tile.sums_stride * size_of::<f32>();
+    // SAFETY: the caller vouches for the memory, and configured the tiles.
+    unsafe {
+        multiply!(
+            tile,
+            ["tileloadd tmm0, [{s} + {ss}*1]",],
+            ["tilezero tmm0",],
+            [
+                "tileloadd tmm4, [{x} + {xs}*1]", "tileloadd tmm6, [{w} + {row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "add {x}, 64", "add {w}, 1024",
+            ],
+            ["tilestored [{s} + {ss}*1], tmm0",],
+            x = inout(reg) tile.x => _,
+            xs = in(reg) tile.x_stride,
+            w = inout(reg) tile.panels => _,
+            row = in(reg) ROW_BYTES,
+            steps = inout(reg) tile.depth / STEP => _,
+            s = in(reg) tile.sums,
+            ss = in(reg) sums_bytes,
+            out("tmm0") _, out("tmm4") _, out("tmm6") _,
+            options(nostack),
+        );
+    }
+}
+
+impl MicroKernel for Tiles<'_> {
+    const MAX_ROWS: usize = 2 * TILE_LEN;
+    /// Two panels of 640 along K are 40 KB: most of them stay in the nearest cache while the rows pass by. Shorter cuts,
+    /// which leave room for the rows too, lose more by putting sums aside.
+    const MAX_DEPTH: usize = 640;
+
+    fn max_panels(self, num_rows: usize) -> usize {
+        if num_rows > TILE_LEN { 2 } else { 4 }
+    }
+
+    unsafe fn tile(self, tile: &Tile) {
+        let lower = tile.num_rows.saturating_sub(TILE_LEN);
+        if lower > 0 && tile.num_panels == 2 {
+            self.configure(TILE_LEN, lower);
+            // SAFETY: passed on.
+            unsafe { two_by_two(tile) };
+            return;
+        }
+        if lower == 0 && tile.num_panels == 4 {
+            self.configure(tile.num_rows, 0);
+            // SAFETY: passed on.
+            unsafe { one_by_four(tile) };
+            return;
+        }
+        for first_row in (0..tile.num_rows).step_by(TILE_LEN) {
+            let num_rows = TILE_LEN.min(tile.num_rows - first_row);
+            self.configure(num_rows, 0);
+            for panel in 0..tile.num_panels {
+                let part = Tile {
+                    num_rows,
+                    num_panels: 1,
+                    x: tile.x.wrapping_add(first_row * tile.x_stride),
+                    panels: tile.panels.wrapping_add(panel * tile.panel_stride),
+                    sums: tile
+                        .sums
+                        .wrapping_add(first_row * tile.sums_stride + panel * LANES),
+                    ..*tile
+                };
+                // SAFETY: a part of what the caller vouches for.
+                unsafe { one_by_one(&part) };
+            }
+        }
+    }
+}

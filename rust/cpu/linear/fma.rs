@@ -1,0 +1,169 @@
+//! Tiles of f32 multiply-adds, for weights of every type and every instruction set of `isa`.
+
+#![expect(
+    clippy::inline_always,
+    reason = "a kernel is compiled for an instruction set by being inlined"
+)]
+#![expect(
+    clippy::cast_ptr_alignment,
+    reason = "rows are f32, and a vector may be read from any address"
+)]
+
+use std::marker::PhantomData;
+
+use super::super::element::Dtype;
+use super::super::isa::{Isa, LANES, Simd};
+use super::piece::{MicroKernel, Tile};
+
+/// Rows of a tile. With four panels their 24 accumulators, four vectors of weights and one of x fill the 32 registers
+/// of AVX-512; with one panel the 12 halves do the same for the 16 of AVX2.
+const ROWS: usize = 6;
+/// Panels of a tile where there are 32 registers.
+const WIDE: usize = 4;
+
+/// Panels that work is cut at.
+pub(super) fn group_panels(isa: Isa) -> usize {
+    match isa {
+        Isa::Portable(_) => 2,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2(_) => 2,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512(_) => WIDE,
+    }
+}
+
+/// The element type of a weight.
+pub(super) trait Element: Copy {
+    const DTYPE: Dtype;
+    /// Reads and widens sixteen elements.
+    ///
+    /// # Safety
+    /// `src` is readable for sixteen elements.
+    unsafe fn load<S: Simd>(simd: S, src: *const u8) -> S::V;
+}
+
+macro_rules! elements {
+    ($($name:ident: $dtype:ident, $load:ident;)*) => {
+        $(
+            /// Weights of the type that `Dtype` calls so.
+            #[derive(Clone, Copy, Debug)]
+            pub(super) struct $name;
+
+            impl Element for $name {
+                const DTYPE: Dtype = Dtype::$dtype;
+                #[inline(always)]
+                unsafe fn load<S: Simd>(simd: S, src: *const u8) -> S::V {
+                    // SAFETY: passed on.
+                    unsafe { simd.$load(src) }
+                }
+            }
+        )*
+    };
+}
+
+elements! {
+    F32: F32, load_f32;
+    Bf16: Bf16, load_bf16;
+    F16: F16, load_f16;
+}
+
+/// Multiply-adds on an instruction set.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fma<S, E> {
+    simd: S,
+    element: PhantomData<E>,
+}
+
+impl<S: Simd, E: Element> Fma<S, E> {
+    #[inline(always)]
+    pub(super) fn new(simd: S) -> Self {
+        Self {
+            simd,
+            element: PhantomData,
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn rows<const P: usize>(self, tile: &Tile) {
+        // SAFETY: passed on.
+        unsafe {
+            match tile.num_rows {
+                1 => self.multiply::<1, P>(tile),
+                2 => self.multiply::<2, P>(tile),
+                3 => self.multiply::<3, P>(tile),
+                4 => self.multiply::<4, P>(tile),
+                5 => self.multiply::<5, P>(tile),
+                _ => self.multiply::<ROWS, P>(tile),
+            }
+        }
+    }
+
+    /// R rows by P panels.
+    #[inline(always)]
+    unsafe fn multiply<const R: usize, const P: usize>(self, tile: &Tile) {
+        let simd = self.simd;
+        let mut sums = [[simd.splat(0.0); P]; R];
+        let at = |row: usize, panel: usize| tile.sums.wrapping_add(row * tile.sums_stride + panel * LANES);
+        if tile.resumes {
+            for (row, sums) in sums.iter_mut().enumerate() {
+                for (panel, sum) in sums.iter_mut().enumerate() {
+                    // SAFETY: the caller vouches for the sums.
+                    *sum = unsafe { simd.load_f32(at(row, panel).cast()) };
+                }
+            }
+        }
+        let (mut x, mut weights) = (tile.x, tile.panels);
+        for _ in 0..tile.depth {
+            // SAFETY: the caller vouches for as many elements of rows and panels.
+            unsafe {
+                let columns: [S::V; P] = std::array::from_fn(|panel| {
+                    E::load(simd, weights.wrapping_add(panel * tile.panel_stride))
+                });
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    let element = simd.splat(*x.wrapping_add(row * tile.x_stride).cast::<f32>());
+                    for (sum, column) in sums.iter_mut().zip(columns) {
+                        *sum = simd.mul_add(element, column, *sum);
+                    }
+                }
+            }
+            x = x.wrapping_add(size_of::<f32>());
+            weights = weights.wrapping_add(LANES * E::DTYPE.size());
+        }
+        for (row, sums) in sums.iter().enumerate() {
+            for (panel, sum) in sums.iter().enumerate() {
+                // SAFETY: the caller vouches for the sums.
+                simd.store(*sum, unsafe { &mut *at(row, panel).cast() });
+            }
+        }
+    }
+}
+
+impl<S: Simd, E: Element> MicroKernel for Fma<S, E> {
+    const MAX_ROWS: usize = ROWS;
+    /// Four panels of 128 f32 along K are 32 KB.
+    const MAX_DEPTH: usize = 512 / E::DTYPE.size();
+
+    #[inline(always)]
+    fn max_panels(self, _num_rows: usize) -> usize {
+        if S::TILE_VECTORS < WIDE { 1 } else { WIDE }
+    }
+
+    #[inline(always)]
+    unsafe fn tile(self, tile: &Tile) {
+        if S::TILE_VECTORS >= WIDE && tile.num_panels == WIDE {
+            // SAFETY: passed on.
+            unsafe { self.rows::<WIDE>(tile) };
+            return;
+        }
+        for panel in 0..tile.num_panels {
+            let one = Tile {
+                num_panels: 1,
+                panels: tile.panels.wrapping_add(panel * tile.panel_stride),
+                sums: tile.sums.wrapping_add(panel * LANES),
+                ..*tile
+            };
+            // SAFETY: a part of what the caller vouches for.
+            unsafe { self.rows::<1>(&one) };
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Products of activations with weights, `x [M, K] @ weight [N, K].T + bias`, the weights packed once at load.
+//!
+//! | file | owns |
+//! |---|---|
+//! | `packed` | the weights in panels of sixteen columns, and their way there and back |
+//! | `memory` | what the panels lie in |
+//! | `arithmetic` | how products are summed, one way for a process and a type |
+//! | `fma`, `dot_bf16`, `amx` | the inner loops: one tile of rows and panels |
+//! | `piece` | the loops around them: cache blocking, and what is done to a sum before it is written |
+//!
+//! The bits of a result depend on its own row of x, its own row of the weight, and the arithmetic; not on M, on the
+//! other rows, nor on the number of threads. Every tile of one arithmetic adds the products of an element in the same
+//! order, however many rows it has, and where the sum over K is cut for the caches, the partial sum is kept in f32 and
+//! continued: the same additions. The callers are the bindings (`rust/python/linear.rs`) and the benchmark.
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+mod arithmetic;
+#[cfg(target_arch = "x86_64")]
+mod dot_bf16;
+mod fma;
+mod memory;
+mod packed;
+mod piece;
+
+use super::InvalidArgument;
+use super::element::{Dtype, load_row, store_row};
+use super::pool;
+
+pub use arithmetic::Arithmetic;
+pub use packed::{PackedWeight, Part};
+
+/// Bytes of weights that a thread reads in a nanosecond, for the estimate of a call's duration.
+const WEIGHT_BYTES_PER_NS: usize = 10;
+
+/// Multiply-adds of a thread in a nanosecond, likewise; a slow processor's.
+const PRODUCTS_PER_NS: usize = 50;
+
+/// Pieces of work for each thread: enough that one which started late leaves some to the others.
+const PIECES_PER_THREAD: usize = 4;
+
+/// `[num_rows, width]` in memory; the elements of a row are dense.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix {
+    /// The first element.
+    pub address: *mut u8,
+    /// Type of the elements.
+    pub dtype: Dtype,
+    /// Rows.
+    pub num_rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+    /// Elements from a row to the next.
+    pub row_stride: usize,
+}
+
+// SAFETY: a view is an address; the functions that follow it are unsafe and state who may access what.
+unsafe impl Send for Matrix {}
+// SAFETY: as above.
+unsafe impl Sync for Matrix {}
+
+impl Matrix {
+    /// Address of an element.
+    #[inline]
+    fn at(&self, row: usize, column: usize) -> *mut u8 {
+        self.address
+            .wrapping_add((row * self.row_stride + column) * self.dtype.size())
+    }
+}
+
+/// One call.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear<'a> {
+    /// `[M, N]`, written; of any type. A gated weight writes `silu(gate) * up`, `[M, N / 2]`.
+    pub out: Matrix,
+    /// `[M, K]`, of the weight's type.
+    pub x: Matrix,
+    /// `[N, K]`
+    pub weight: &'a PackedWeight,
+}
+
+impl Linear<'_> {
+    /// Refuses arguments that do not fit together. `run` relies on it.
+    ///
+    /// # Errors
+    /// The first argument that does not fit.
+    pub fn check(&self) -> Result<(), InvalidArgument> {
+        let (x, out, weight) = (&self.x, &self.out, self.weight);
+        if x.width != weight.in_size() {
+            return Err(InvalidArgument::new(
+                "width of x",
+                x.width,
+                weight.in_size().to_string(),
+            ));
+        }
+        if x.dtype != weight.dtype() {
+            let allowed = format!("that of the weight, {}", weight.dtype().name());
+            return Err(InvalidArgument::new("dtype of x", x.dtype.name(), allowed));
+        }
+        if (out.num_rows, out.width) != (x.num_rows, weight.out_size()) {
+            return Err(InvalidArgument::new(
+                "shape of out",
+                format!("[{}, {}]", out.num_rows, out.width),
+                format!("[{}, {}]", x.num_rows, weight.out_size()),
+            ));
+        }
+        Ok(())
+    }
+
+    /// A guess at the duration on the present number of threads.
+    pub fn estimated_ns(&self) -> u64 {
+        let products = self.x.num_rows * self.weight.num_elements();
+        let streamed = self.weight.num_bytes() / WEIGHT_BYTES_PER_NS;
+        ((streamed.max(products / PRODUCTS_PER_NS)) / pool::num_threads()) as u64
+    }
+
+    /// Computes the call.
+    ///
+    /// # Safety
+    /// The call passed `check`; the views are valid, aligned to their types, and for the length of the call nobody
+    /// writes what they cover nor reads what is written; `x` and `out` do not overlap.
+    pub unsafe fn run(&self) {
+        if self.x.num_rows == 0 {
+            return;
+        }
+        // SAFETY: passed on.
+        let prepared = unsafe { self.prepare_rows() };
+        let rows = prepared.as_ref().map_or(self.x, |prepared| prepared.view);
+        let mut pieces = self.pieces(&rows);
+        pool::for_each(&mut pieces, self.estimated_ns(), |piece| {
+            self.weight.arithmetic().isa().run(&mut *piece);
+        });
+    }
+
+    /// Cuts the work along N, so that every weight is read by one thread; along M too where N is narrow.
+    fn pieces<'k>(&'k self, x: &Matrix) -> Vec<piece::Piece<'k>> {
+        let num_panels = self.weight.num_panels();
+        let group = self.weight.arithmetic().group_panels();
+        let wanted = PIECES_PER_THREAD * pool::num_threads();
+        let num_groups = num_panels.div_ceil(group);
+        let panels_per_piece = num_groups.div_ceil(wanted.min(num_groups)) * group;
+        let column_pieces = num_panels.div_ceil(panels_per_piece);
+        let row_pieces = (wanted / column_pieces).clamp(1, self.x.num_rows.div_ceil(piece::ROWS_PER_CHUNK));
+        let rows_per_piece = self.x.num_rows.div_ceil(row_pieces);
+        let mut pieces = Vec::with_capacity(column_pieces * row_pieces);
+        for first_row in (0..self.x.num_rows).step_by(rows_per_piece) {
+            for first_panel in (0..num_panels).step_by(panels_per_piece) {
+                pieces.push(piece::Piece {
+                    call: self,
+                    x: *x,
+                    rows: first_row..self.x.num_rows.min(first_row + rows_per_piece),
+                    panels: first_panel..num_panels.min(first_panel + panels_per_piece),
+                });
+            }
+        }
+        pieces
+    }
+
+    /// A copy of x as the arithmetic reads it, where x itself is not: widened to f32, or rows filled up with zeros to
+    /// whole steps along K.
+    ///
+    /// # Safety
+    /// As `run`.
+    unsafe fn prepare_rows(&self) -> Option<PreparedRows> {
+        let arithmetic = self.weight.arithmetic();
+        let (dtype, depth) = (arithmetic.row_dtype(), self.weight.depth());
+        if dtype == self.x.dtype && depth == self.x.width {
+            return None;
+        }
+        let row_bytes = depth * dtype.size();
+        let mut memory = vec![0_u32; (self.x.num_rows * row_bytes).div_ceil(4)];
+        let address = memory.as_mut_ptr().cast::<u8>();
+        let view = Matrix {
+            address,
+            dtype,
+            num_rows: self.x.num_rows,
+            width: depth,
+            row_stride: depth,
+        };
+        let mut wide = vec![0.0; self.x.width];
+        for row in 0..self.x.num_rows {
+            // SAFETY: the rows of x are valid; those of the copy are at least as long. Half types are only copied by
+            // way of f32, which is exact.
+            unsafe {
+                load_row(self.x.dtype, self.x.at(row, 0), &mut wide);
+                store_row(dtype, &wide, view.at(row, 0));
+            }
+        }
+        Some(PreparedRows {
+            _memory: memory,
+            view,
+        })
+    }
+}
+
+/// A copy of x, and the memory that it lies in.
+struct PreparedRows {
+    _memory: Vec<u32>,
+    view: Matrix,
+}

@@ -1,0 +1,351 @@
+//! Weights in panels: sixteen columns of the product, all of their elements along K, dense and aligned.
+//!
+//! Element (k, column) of a panel lies at `[k / pair][column][k % pair]`, so that one step along K reads sixteen
+//! columns, or sixteen pairs, from one or two cache lines, and a whole product reads every panel from front to back.
+//! Columns and steps that the weight does not have are zeros. Several weights on the same x are packed as one: one
+//! after the other (q, k and v), or by turns of sixteen columns where the first gates the second.
+
+use super::super::InvalidArgument;
+use super::super::element::{Dtype, load_row};
+use super::super::pool;
+use super::Arithmetic;
+use super::memory::Memory;
+use crate::cpu::isa::LANES;
+
+/// Panels that a thread packs at a time.
+const PANELS_PER_PIECE: usize = 16;
+
+/// Bytes that a thread packs in a nanosecond, for the estimate of the duration.
+const PACKED_BYTES_PER_NS: usize = 1;
+
+/// A weight `[num_rows, K]` in memory, with its bias, before it is packed.
+#[derive(Clone, Copy, Debug)]
+pub struct Part {
+    /// The first element of the weight.
+    pub weight: *const u8,
+    /// Columns of the product.
+    pub num_rows: usize,
+    /// Elements from a row to the next.
+    pub row_stride: usize,
+    /// `[num_rows]`, of the weight's type, dense; null if there is none.
+    pub bias: *const u8,
+}
+
+// SAFETY: a view is an address; the functions that follow it are unsafe and state who may access what.
+unsafe impl Send for Part {}
+// SAFETY: as above.
+unsafe impl Sync for Part {}
+
+/// A weight in panels, and its bias.
+pub struct PackedWeight {
+    panels: Memory,
+    /// By column of the panels; empty if there is none.
+    bias: Vec<f32>,
+    arithmetic: Arithmetic,
+    dtype: Dtype,
+    in_size: usize,
+    out_size: usize,
+    num_panels: usize,
+    /// K, filled up to whole steps.
+    depth: usize,
+    is_gated: bool,
+}
+
+/// Writes panels from their parts.
+struct Packing<'a> {
+    parts: &'a [Part],
+    is_gated: bool,
+    dtype: Dtype,
+    in_size: usize,
+    depth: usize,
+    pair: usize,
+}
+
+/// A few panels to write.
+struct Panels {
+    first: usize,
+    count: usize,
+    address: *mut u8,
+}
+
+// SAFETY: the address is of memory that this piece of work alone writes.
+unsafe impl Send for Panels {}
+
+impl PackedWeight {
+    /// Packs parts for an arithmetic, on all threads of the pool. `is_gated`: there are two parts of equal size, and
+    /// the product is `silu(first) * second`.
+    ///
+    /// # Errors
+    /// Nothing to pack, or gated parts that are not two of equal size.
+    ///
+    /// # Safety
+    /// The parts are readable, aligned to `dtype`, and unchanged during the call.
+    pub unsafe fn pack(
+        arithmetic: Arithmetic,
+        dtype: Dtype,
+        in_size: usize,
+        parts: &[Part],
+        is_gated: bool,
+    ) -> Result<Self, InvalidArgument> {
+        let num_columns: usize = parts.iter().map(|part| part.num_rows).sum();
+        if num_columns == 0 || in_size == 0 {
+            let shape = format!("[{num_columns}, {in_size}]");
+            return Err(InvalidArgument::new(
+                "shape of the weight",
+                shape,
+                "no zero in it",
+            ));
+        }
+        let halves = matches!(parts, [gate, up] if gate.num_rows == up.num_rows);
+        if is_gated && !halves {
+            let sizes: Vec<usize> = parts.iter().map(|part| part.num_rows).collect();
+            return Err(InvalidArgument::new(
+                "rows of gated weights",
+                format!("{sizes:?}"),
+                "two of a size",
+            ));
+        }
+        let num_panels = if is_gated {
+            2 * parts[0].num_rows.div_ceil(LANES)
+        } else {
+            num_columns.div_ceil(LANES)
+        };
+        let packing = Packing {
+            parts,
+            is_gated,
+            dtype,
+            in_size,
+            depth: in_size.next_multiple_of(arithmetic.step()),
+            pair: arithmetic.pair(),
+        };
+        // SAFETY: passed on.
+        let (panels, bias) = unsafe { (packing.panels(num_panels), packing.bias(num_panels)) };
+        Ok(Self {
+            panels,
+            bias,
+            arithmetic,
+            dtype,
+            in_size,
+            out_size: if is_gated { num_columns / 2 } else { num_columns },
+            num_panels,
+            depth: packing.depth,
+            is_gated,
+        })
+    }
+
+    /// K.
+    pub fn in_size(&self) -> usize {
+        self.in_size
+    }
+
+    /// Columns of the result.
+    pub fn out_size(&self) -> usize {
+        self.out_size
+    }
+
+    /// Type of the elements.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// How it is multiplied.
+    pub fn arithmetic(&self) -> Arithmetic {
+        self.arithmetic
+    }
+
+    /// Bytes of the panels.
+    pub fn num_bytes(&self) -> usize {
+        self.panels.num_bytes()
+    }
+
+    /// Elements of the panels, padding included.
+    pub(super) fn num_elements(&self) -> usize {
+        self.num_panels * LANES * self.depth
+    }
+
+    pub(super) fn num_panels(&self) -> usize {
+        self.num_panels
+    }
+
+    /// K, filled up to whole steps.
+    pub(super) fn depth(&self) -> usize {
+        self.depth
+    }
+
+    pub(super) fn is_gated(&self) -> bool {
+        self.is_gated
+    }
+
+    /// The bias by column of the panels; empty if there is none.
+    pub(super) fn bias(&self) -> &[f32] {
+        &self.bias
+    }
+
+    /// Bytes of a panel.
+    pub(super) fn panel_bytes(&self) -> usize {
+        self.depth * LANES * self.dtype.size()
+    }
+
+    /// Address of a panel's first element.
+    pub(super) fn panel(&self, panel: usize) -> *const u8 {
+        debug_assert!(panel < self.num_panels);
+        self.panels
+            .address()
+            .cast_const()
+            .wrapping_add(panel * self.panel_bytes())
+    }
+
+    /// Refuses rows that the weight does not have, and weights whose rows are no longer apart.
+    ///
+    /// # Errors
+    /// The first row that is not there.
+    pub fn check_rows(&self, row_ids: &[i32]) -> Result<(), InvalidArgument> {
+        if self.is_gated {
+            return Err(InvalidArgument::new("weight", "gated", "one that is not"));
+        }
+        let outside = |&id: &i32| !usize::try_from(id).is_ok_and(|id| id < self.out_size);
+        match row_ids.iter().position(outside) {
+            Some(idx) => Err(InvalidArgument::new(
+                format!("row_ids[{idx}]"),
+                row_ids[idx],
+                format!("0 to {}", self.out_size - 1),
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Copies rows of the weight, `[K]` each of its type, to `out`, one after the other: what an embedding reads that
+    /// shares its weight with the output layer, so that the weight is held once.
+    ///
+    /// # Safety
+    /// The rows passed `check_rows`; `out` is writable for `in_size` elements each, and nobody else accesses it.
+    pub unsafe fn copy_rows(&self, row_ids: &[i32], out: *mut u8) {
+        let row_bytes = self.in_size * self.dtype.size();
+        for (idx, &row) in row_ids.iter().enumerate() {
+            let row = row.unsigned_abs() as usize; // Checked: not negative.
+            let (panel, out) = (self.panel(row / LANES), out.wrapping_add(idx * row_bytes));
+            match self.dtype {
+                // SAFETY: the panel is `depth` elements deep; the caller vouches for `out`.
+                Dtype::F32 => unsafe { self.copy_lane::<u32>(panel.cast(), row % LANES, out.cast()) },
+                // SAFETY: as above.
+                Dtype::Bf16 | Dtype::F16 => unsafe {
+                    self.copy_lane::<u16>(panel.cast(), row % LANES, out.cast());
+                },
+            }
+        }
+    }
+
+    unsafe fn copy_lane<T: Copy>(&self, panel: *const T, lane: usize, out: *mut T) {
+        let pair = self.arithmetic.pair();
+        for k in 0..self.in_size {
+            // SAFETY: k is within the panel and within `out`.
+            unsafe { *out.add(k) = *panel.add(offset(k, lane, pair)) };
+        }
+    }
+}
+
+impl std::fmt::Debug for PackedWeight {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PackedWeight")
+            .field("arithmetic", &self.arithmetic.name())
+            .field("in_size", &self.in_size)
+            .field("out_size", &self.out_size)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Elements from the beginning of a panel to one of its own.
+#[inline]
+fn offset(k: usize, lane: usize, pair: usize) -> usize {
+    (k / pair * LANES + lane) * pair + k % pair
+}
+
+impl Packing<'_> {
+    /// The part and the row of it that a column of the panels shows, if there is one.
+    fn source(&self, column: usize) -> Option<(&Part, usize)> {
+        if self.is_gated {
+            let part = &self.parts[column / LANES % 2];
+            let row = column / LANES / 2 * LANES + column % LANES;
+            return (row < part.num_rows).then_some((part, row));
+        }
+        let mut row = column;
+        for part in self.parts {
+            if row < part.num_rows {
+                return Some((part, row));
+            }
+            row -= part.num_rows;
+        }
+        None
+    }
+
+    /// # Safety
+    /// The parts are readable.
+    unsafe fn panels(&self, num_panels: usize) -> Memory {
+        let panel_bytes = self.depth * LANES * self.dtype.size();
+        let memory = Memory::new(num_panels * panel_bytes);
+        let address = memory.address();
+        let mut pieces: Vec<Panels> = (0..num_panels)
+            .step_by(PANELS_PER_PIECE)
+            .map(|first| Panels {
+                first,
+                count: PANELS_PER_PIECE.min(num_panels - first),
+                address: address.wrapping_add(first * panel_bytes),
+            })
+            .collect();
+        let estimated_ns = num_panels * panel_bytes / PACKED_BYTES_PER_NS / pool::num_threads();
+        // The threads that fill the memory are also the first to touch it: its pages are made in parallel.
+        pool::for_each(&mut pieces, estimated_ns as u64, |piece| {
+            for panel in 0..piece.count {
+                let out = piece.address.wrapping_add(panel * panel_bytes);
+                // SAFETY: the panel lies within the memory, and this piece alone writes it.
+                unsafe {
+                    match self.dtype {
+                        Dtype::F32 => self.write_panel::<u32>(piece.first + panel, out.cast()),
+                        Dtype::Bf16 | Dtype::F16 => self.write_panel::<u16>(piece.first + panel, out.cast()),
+                    }
+                }
+            }
+        });
+        memory
+    }
+
+    /// # Safety
+    /// The parts are readable; `out` is writable for a panel of elements like `T`.
+    unsafe fn write_panel<T: Copy + Default>(&self, panel: usize, out: *mut T) {
+        let rows: [Option<*const T>; LANES] = std::array::from_fn(|lane| {
+            let (part, row) = self.source(panel * LANES + lane)?;
+            Some(part.weight.cast::<T>().wrapping_add(row * part.row_stride))
+        });
+        for k in 0..self.depth {
+            for (lane, row) in rows.iter().enumerate() {
+                let value = match row {
+                    // SAFETY: k is within the row.
+                    Some(row) if k < self.in_size => unsafe { *row.add(k) },
+                    _ => T::default(),
+                };
+                // SAFETY: the offset is within the panel.
+                unsafe { *out.add(offset(k, lane, self.pair)) = value };
+            }
+        }
+    }
+
+    /// # Safety
+    /// The biases are readable.
+    unsafe fn bias(&self, num_panels: usize) -> Vec<f32> {
+        if self.parts.iter().all(|part| part.bias.is_null()) {
+            return Vec::new();
+        }
+        let mut bias = vec![0.0; num_panels * LANES];
+        for (column, value) in bias.iter_mut().enumerate() {
+            let Some((part, row)) = self.source(column) else {
+                continue;
+            };
+            if !part.bias.is_null() {
+                let address = part.bias.wrapping_add(row * self.dtype.size());
+                // SAFETY: the bias has an element for every row of its part.
+                unsafe { load_row(self.dtype, address, std::slice::from_mut(value)) };
+            }
+        }
+        bias
+    }
+}

@@ -1,0 +1,432 @@
+//! Sampling: one token a row, and log probabilities, without a sort of the vocabulary.
+//!
+//! A row is read once for its largest logit, which is all that a greedy one needs. Otherwise scores, and where top-p
+//! or min-p ask for them masses, go to the thread's memory, tokens that a filter drops get the score of minus infinity,
+//! and the noise is computed for those that are left. `python/pagedkv/ops/__init__.py` says what the result is, and
+//! `noise` how every backend gets the same one. The callers are the bindings of `sample` and `logprobs`.
+
+#![expect(
+    clippy::inline_always,
+    reason = "a kernel is compiled for an instruction set by being inlined"
+)]
+#![expect(
+    clippy::float_cmp,
+    reason = "the largest number of a row is one of them, to the bit"
+)]
+#![expect(
+    clippy::needless_bitwise_bool,
+    reason = "without branches the comparisons of a chunk are one instruction"
+)]
+
+use std::cell::RefCell;
+
+use super::InvalidArgument;
+use super::cut::{Count, Cut, Mass};
+use super::isa::{Isa, Kernel, LANES, Simd};
+use super::noise::{NOISE_LEN, NoiseKey, UNIT_MASS, mass};
+use super::pool;
+
+/// Words of a row's parameters in the arena.
+pub const NUM_PARAMETERS: usize = 9;
+
+/// Logits a nanosecond and a thread, for the estimate of a call's duration.
+const GREEDY_PER_NS: usize = 4;
+const DRAWN_PER_NS: usize = 1;
+
+thread_local! {
+    /// Grows to twice the vocabulary.
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+#[derive(Default, Debug)]
+struct Scratch {
+    scores: Vec<f32>,
+    masses: Vec<u32>,
+}
+
+/// `[R, V]` logits; rows are dense.
+#[derive(Clone, Copy, Debug)]
+pub struct Logits<'a> {
+    /// Row after row, with gaps of `row_stride - vocab_size` between them.
+    pub values: &'a [f32],
+    /// Elements of a row.
+    pub vocab_size: usize,
+    /// Elements from a row to the next.
+    pub row_stride: usize,
+}
+
+impl Logits<'_> {
+    #[inline]
+    fn row(&self, row: usize) -> &[f32] {
+        &self.values[row * self.row_stride..][..self.vocab_size]
+    }
+}
+
+/// Why a row cannot be sampled.
+fn refusal(row: usize, what: &str) -> InvalidArgument {
+    InvalidArgument::new(format!("row {row} of the logits"), what, "numbers")
+}
+
+/// How one row is sampled.
+#[derive(Clone, Copy, Debug)]
+struct Parameters {
+    temperature: f32,
+    top_p: f32,
+    min_p: f32,
+    top_k: i32,
+    key: NoiseKey,
+}
+
+impl Parameters {
+    /// Decodes the words of `rust/sched/step.rs`.
+    fn from_words(words: &[i32; NUM_PARAMETERS]) -> Self {
+        let bits = words.map(i32::cast_unsigned);
+        Self {
+            temperature: f32::from_bits(bits[0]),
+            top_p: f32::from_bits(bits[1]),
+            min_p: f32::from_bits(bits[2]),
+            top_k: words[3],
+            key: NoiseKey {
+                seed: [bits[4], bits[5]],
+                sample_index: bits[6],
+                position: bits[7],
+            },
+        }
+    }
+}
+
+/// Draws one token a row into `tokens`; `parameters` has one entry a row.
+///
+/// # Errors
+/// The first row that holds NaN, or whose largest logit is infinite while there is a choice.
+pub fn sample(
+    logits: &Logits<'_>,
+    parameters: &[[i32; NUM_PARAMETERS]],
+    tokens: &mut [i64],
+) -> Result<(), InvalidArgument> {
+    sample_on(Isa::best(), logits, parameters, tokens)
+}
+
+/// Does so on a given instruction set.
+///
+/// # Errors
+/// As `sample`.
+pub fn sample_on(
+    isa: Isa,
+    logits: &Logits<'_>,
+    parameters: &[[i32; NUM_PARAMETERS]],
+    tokens: &mut [i64],
+) -> Result<(), InvalidArgument> {
+    let mut rows: Vec<_> = parameters.iter().zip(&mut *tokens).enumerate().collect();
+    pool::for_each(
+        &mut rows,
+        estimated_ns(logits, parameters),
+        |(row, (words, token))| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                isa.run(SampleRow {
+                    logits: logits.row(*row),
+                    parameters: Parameters::from_words(words),
+                    scratch,
+                    token,
+                });
+            });
+        },
+    );
+    match tokens.iter().position(|&token| token < 0) {
+        None => Ok(()),
+        Some(row) if tokens[row] == NOT_A_NUMBER => Err(refusal(row, "NaN somewhere")),
+        Some(row) => Err(refusal(row, "infinite at its largest")),
+    }
+}
+
+/// A guess at the duration of `sample` on the present number of threads.
+pub fn estimated_ns(logits: &Logits<'_>, parameters: &[[i32; NUM_PARAMETERS]]) -> u64 {
+    let row_ns = |words: &[i32; NUM_PARAMETERS]| {
+        logits.vocab_size
+            / if words[0] == 0 {
+                GREEDY_PER_NS
+            } else {
+                DRAWN_PER_NS
+            }
+    };
+    let ns: usize = parameters.iter().map(row_ns).sum();
+    (ns / pool::num_threads()) as u64
+}
+
+/// In place of a token: the row holds NaN.
+const NOT_A_NUMBER: i64 = -1;
+/// In place of a token: the largest logit is infinite.
+const INFINITE: i64 = -2;
+
+struct SampleRow<'k> {
+    logits: &'k [f32],
+    parameters: Parameters,
+    scratch: &'k mut Scratch,
+    token: &'k mut i64,
+}
+
+impl Kernel for SampleRow<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self {
+            logits,
+            parameters,
+            scratch,
+            token,
+        } = self;
+        let Some(largest) = largest(simd, logits) else {
+            *token = NOT_A_NUMBER;
+            return;
+        };
+        let drawn = parameters.temperature > 0.0;
+        *token = if drawn && largest.is_infinite() {
+            INFINITE
+        } else if drawn && parameters.top_k != 1 {
+            draw(logits, largest, &parameters, scratch)
+        } else {
+            first_equal(logits, largest)
+        };
+    }
+}
+
+/// The largest number of a row; None if there is a NaN.
+#[inline(always)]
+fn largest<S: Simd>(simd: S, row: &[f32]) -> Option<f32> {
+    let (vectors, tail) = row.as_chunks::<LANES>();
+    let mut best = [simd.splat(f32::NEG_INFINITY); 4];
+    // Zero times a number is zero, times NaN it is NaN, and all of it can be added up.
+    let mut check = [simd.splat(0.0); 4];
+    let zero = simd.splat(0.0);
+    for group in vectors.chunks(4) {
+        for ((vector, best), check) in group.iter().zip(&mut best).zip(&mut check) {
+            let vector = simd.load(vector);
+            *best = simd.max(*best, vector);
+            *check = simd.mul_add(vector, zero, *check);
+        }
+    }
+    let check = simd.add(simd.add(check[0], check[1]), simd.add(check[2], check[3]));
+    // Zero times infinity is NaN too: such a row is looked at number by number.
+    if simd.sum_lanes(check).is_nan() || tail.iter().any(|x| x.is_nan()) {
+        let has_nan = row.iter().any(|x| x.is_nan());
+        let scalar = || row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        return (!has_nan).then(scalar);
+    }
+    let best = simd.max(simd.max(best[0], best[1]), simd.max(best[2], best[3]));
+    let best = simd.max_lane(best);
+    Some(tail.iter().copied().fold(best, f32::max))
+}
+
+/// Index of the first number that equals `value`, which is among them.
+#[expect(clippy::cast_possible_wrap, reason = "a vocabulary is small")]
+#[inline(always)]
+fn first_equal(row: &[f32], value: f32) -> i64 {
+    for (chunk, start) in row.chunks(NOISE_LEN).zip((0..).step_by(NOISE_LEN)) {
+        if chunk.iter().fold(false, |any, &x| any | (x == value)) {
+            let offset = chunk.iter().position(|&x| x == value);
+            return (start + offset.expect("seen in the chunk")) as i64;
+        }
+    }
+    0
+}
+
+/// Draws a token by the largest sum of score and noise.
+#[inline(always)]
+fn draw(logits: &[f32], largest: f32, parameters: &Parameters, scratch: &mut Scratch) -> i64 {
+    let Scratch { scores, masses } = scratch;
+    scores.resize(logits.len().next_multiple_of(NOISE_LEN), 0.0);
+    let scores = &mut scores[..logits.len().next_multiple_of(NOISE_LEN)];
+    for (score, logit) in scores.iter_mut().zip(logits) {
+        // Adding zero turns a negative zero into a positive one, so that equal scores have equal bits.
+        *score = (logit - largest) / parameters.temperature + 0.0;
+    }
+    scores[logits.len()..].fill(f32::NEG_INFINITY);
+    if let Ok(top_k) = usize::try_from(parameters.top_k)
+        && (1..logits.len()).contains(&top_k)
+        && let Some(cut) = Cut::find(scores, &Count, top_k as u64)
+    {
+        keep(scores, cut);
+    }
+    if parameters.top_p < 1.0 || parameters.min_p > 0.0 {
+        masses.resize(scores.len(), 0);
+        let masses = &mut masses[..scores.len()];
+        for (place, &score) in masses.iter_mut().zip(&*scores) {
+            *place = mass(score);
+        }
+        keep_by_mass(scores, masses, parameters);
+    }
+    best_with_noise(scores, parameters.key)
+}
+
+/// Drops the tokens behind a cut.
+#[inline(always)]
+fn keep(scores: &mut [f32], cut: Cut) {
+    for (id, score) in scores.iter_mut().enumerate() {
+        *score = if cut.keeps(*score, id) {
+            *score
+        } else {
+            f32::NEG_INFINITY
+        };
+    }
+}
+
+/// Drops the tokens that top-p or min-p do not keep.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a sum of masses is below 2^53"
+)]
+#[inline(always)]
+fn keep_by_mass(scores: &mut [f32], masses: &[u32], parameters: &Parameters) {
+    if parameters.top_p < 1.0 {
+        let total: u64 = masses.iter().map(|&mass| u64::from(mass)).sum();
+        let target = (f64::from(parameters.top_p) * total as f64).ceil().max(1.0) as u64;
+        if let Some(cut) = Cut::find(scores, &Mass(masses), target) {
+            keep(scores, cut);
+        }
+    }
+    if parameters.min_p > 0.0 {
+        // The largest mass is the unit. A comparison with the next integer is one with the product.
+        let least = (f64::from(parameters.min_p) * f64::from(UNIT_MASS)).ceil();
+        let least = least.min(f64::from(UNIT_MASS)) as u32;
+        for (score, &mass) in scores.iter_mut().zip(masses) {
+            *score = if mass >= least { *score } else { f32::NEG_INFINITY };
+        }
+    }
+}
+
+/// The token with the largest sum of score and noise, the first one among equal sums.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "a vocabulary is small"
+)]
+#[inline(always)]
+fn best_with_noise(scores: &[f32], key: NoiseKey) -> i64 {
+    let mut best = f32::NEG_INFINITY;
+    let mut token = 0;
+    let mut sums = [0.0; NOISE_LEN];
+    for (idx, scores) in scores.as_chunks::<NOISE_LEN>().0.iter().enumerate() {
+        let any = scores
+            .iter()
+            .fold(false, |any, &score| any | (score > f32::NEG_INFINITY));
+        if !any {
+            continue;
+        }
+        key.noise((idx * LANES) as u32, &mut sums);
+        let mut largest = [f32::NEG_INFINITY; LANES];
+        for (sums, scores) in sums.chunks_mut(LANES).zip(scores.chunks(LANES)) {
+            for ((sum, score), largest) in sums.iter_mut().zip(scores).zip(&mut largest) {
+                *sum += score;
+                *largest = if *sum > *largest { *sum } else { *largest };
+            }
+        }
+        let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+        if largest > best {
+            best = largest;
+            token = idx * NOISE_LEN
+                + sums
+                    .iter()
+                    .position(|&sum| sum == largest)
+                    .expect("it is one of them");
+        }
+    }
+    token as i64
+}
+
+/// Log probabilities of a row before temperature and filters.
+#[derive(Clone, PartialEq, Debug)]
+pub struct RowLogprobs {
+    /// Of the chosen token.
+    pub chosen: f32,
+    /// The most likely tokens with theirs, best first, the lowest id first among equals.
+    pub top: Vec<(usize, f32)>,
+}
+
+/// Log probabilities of the chosen tokens and of the `k` most likely ones, row by row.
+///
+/// # Errors
+/// The first row that holds NaN or infinity, or whose chosen token is not in the vocabulary.
+pub fn logprobs(logits: &Logits<'_>, chosen: &[i64], k: usize) -> Result<Vec<RowLogprobs>, InvalidArgument> {
+    if let Some(row) = chosen
+        .iter()
+        .position(|&id| !usize::try_from(id).is_ok_and(|id| id < logits.vocab_size))
+    {
+        let allowed = format!("0 to {}", logits.vocab_size.saturating_sub(1));
+        return Err(InvalidArgument::new(
+            format!("chosen[{row}]"),
+            chosen[row],
+            allowed,
+        ));
+    }
+    let ids = chosen.iter().map(|&id| usize::try_from(id).unwrap_or_default());
+    let mut rows: Vec<_> = ids.map(|id| (id, None)).enumerate().collect();
+    let estimated_ns = (chosen.len() * logits.vocab_size / DRAWN_PER_NS / pool::num_threads()) as u64;
+    pool::for_each(&mut rows, estimated_ns, |(row, (id, place))| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            Isa::best().run(RankRow {
+                logits: logits.row(*row),
+                chosen: *id,
+                k: k.min(logits.vocab_size),
+                scratch,
+                place,
+            });
+        });
+    });
+    rows.into_iter()
+        .map(|(row, (_, place))| place.ok_or_else(|| refusal(row, "NaN or infinite somewhere")))
+        .collect()
+}
+
+struct RankRow<'k> {
+    logits: &'k [f32],
+    chosen: usize,
+    k: usize,
+    scratch: &'k mut Scratch,
+    place: &'k mut Option<RowLogprobs>,
+}
+
+impl Kernel for RankRow<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Some(largest) = largest(simd, self.logits).filter(|largest| largest.is_finite()) else {
+            return;
+        };
+        let values = &mut self.scratch.scores;
+        values.clear();
+        values.extend(self.logits.iter().map(|logit| logit - largest));
+        let log_sum = exp_sum(simd, values).ln();
+        for value in values.iter_mut() {
+            // At most zero but for the rounding of the sum.
+            *value = (*value - log_sum).min(0.0);
+        }
+        let mut top = Vec::with_capacity(self.k);
+        if self.k > 0
+            && let Some(cut) = Cut::find(values, &Count, self.k as u64)
+        {
+            let kept = values.iter().copied().enumerate();
+            top.extend(kept.filter(|&(id, value)| cut.keeps(value, id)));
+            top.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        }
+        *self.place = Some(RowLogprobs {
+            chosen: values[self.chosen],
+            top,
+        });
+    }
+}
+
+/// Sum of e^x over numbers that are at most zero.
+#[inline(always)]
+fn exp_sum<S: Simd>(simd: S, values: &[f32]) -> f32 {
+    let factor = simd.splat(std::f32::consts::LOG2_E);
+    let (vectors, tail) = values.as_chunks::<LANES>();
+    let mut last = [f32::NEG_INFINITY; LANES];
+    last[..tail.len()].copy_from_slice(tail);
+    let mut sums = [simd.splat(0.0); 4];
+    for group in vectors.chunks(4).chain(std::iter::once(&[last][..])) {
+        for (vector, sum) in group.iter().zip(&mut sums) {
+            *sum = simd.add(*sum, simd.exp2(simd.mul(simd.load(vector), factor)));
+        }
+    }
+    simd.sum_lanes(simd.add(simd.add(sums[0], sums[1]), simd.add(sums[2], sums[3])))
+}

@@ -1,0 +1,73 @@
+"""A tiny model through the whole engine, its operations by the CUDA kernels that the CPU executes."""
+
+import pytest
+
+from host_device import HostDevice
+from pagedkv import LLM, SamplingParams, loading
+from pagedkv.ops import choose
+from pagedkv.ops.cuda import CudaOps
+from tiny_llm import EOS, GREEDY, Checkpoint, assert_at_rest, sampled, texts
+from tiny_models import make_tiny
+from tiny_tokenizers import CHATML, byte_level, save_directory
+
+NUM_TOKENS = 10
+# By how much the best logit must lead where the order of sums and the rounding to half may not matter.
+CLEAR_MARGIN = 0.05
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Qwen3, whose query and key heads are normalised too, with heads of 64 elements."""
+    path = tmp_path_factory.mktemp("tiny")
+    backend = byte_level()
+    vocab_size = backend.get_vocab_size()
+    save_directory(path, backend, {"chat_template": CHATML, "bos_token": "<s>", "eos_token": "</s>"})
+    model = make_tiny(
+        "qwen3", path, vocab_size=vocab_size, head_dim=64, bos_token_id=0, eos_token_id=EOS, seed=3
+    )
+    return Checkpoint(path, model, vocab_size)
+
+
+def engine(checkpoint, monkeypatch, ops, **changes):
+    monkeypatch.setenv("PAGEDKV_POISON", "1")
+    monkeypatch.setattr(loading, "choose", lambda _device: ops)
+    options = {"dtype": "float16", "block_size": 8, "num_blocks": 80, "seed": 1}
+    return LLM(**checkpoint.options | options | changes)
+
+
+def prompts(checkpoint):
+    """Two that begin alike, one of a single token, and one that is computed in chunks."""
+    text = [7 * i % 190 + 4 for i in range(90)]
+    return [text[:30], [*text[:24], 9, 11], [5], text]
+
+
+def test_answers_are_the_models(checkpoint, monkeypatch):
+    device = HostDevice(capacity=8)
+    llm = engine(checkpoint, monkeypatch, CudaOps(device), max_num_batched_tokens=48)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    num_clear = 0
+    for prompt, output in zip(
+        prompts(checkpoint), llm.generate(prompts(checkpoint), params, use_tqdm=False), strict=True
+    ):
+        expected = checkpoint.greedy(prompt, NUM_TOKENS)
+        unclear = (i for i, margin in enumerate(expected.margins) if margin < CLEAR_MARGIN)
+        clear = next(unclear, NUM_TOKENS)
+        assert output.outputs[0].token_ids[:clear] == expected.token_ids[:clear]
+        num_clear += clear
+    assert num_clear > 2 * NUM_TOKENS, "a comparison that compares little"
+    assert_at_rest(llm)
+    for name in ("attention", "rope_cache", "add_rms_norm", "silu_mul", "sample"):
+        assert sum(device.counters(name).values()) > 0, f"{name} was never launched"
+
+
+def test_drawn_answers_are_the_references(checkpoint, monkeypatch):
+    """Forks copy blocks; parameters differ between the rows of a step."""
+    params = [sampled(seed=3, n=2), sampled(seed=4, top_k=20), sampled(seed=5, top_p=0.8), GREEDY]
+    params[3] = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    device = HostDevice()
+    given, expected = (
+        texts(engine(checkpoint, monkeypatch, ops).generate(prompts(checkpoint), params, use_tqdm=False))
+        for ops in (CudaOps(device), choose("reference"))
+    )
+    assert given == expected
+    assert device.counters("copy_blocks")["store_bytes"] > 0
