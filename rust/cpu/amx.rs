@@ -1,9 +1,9 @@
-//! The matrix tiles of AMX: whether there are any, and their instructions.
+//! The matrix tiles of AMX: whether there are any, their configuration, and attention's instructions.
 //!
 //! A tile register is sixteen rows of 64 bytes. One instruction multiplies sixteen rows of 32 bf16 by sixteen columns
 //! of 32 and adds the products to sixteen rows of sixteen f32: 16,384 operations. Numbers too small for a normal bf16
 //! or f32 count as zero. The compiler knows none of the registers, so what they hold stays from one function here to
-//! the next; nothing else may use them meanwhile. Called by `tile_amx`.
+//! the next; nothing else may use them meanwhile. Called by `tile_amx` and by `linear/amx`, which has loops of its own.
 
 #![cfg_attr(
     target_arch = "x86_64",
@@ -15,23 +15,10 @@
 
 /// Proof that this process may use the tiles, and that AVX-512 with its bf16 conversions is there too.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Amx(());
+pub struct Amx(());
 
-#[cfg(not(target_arch = "x86_64"))]
-impl Amx {
-    /// There are none.
-    pub(super) fn detect() -> Option<Self> {
-        None
-    }
-}
-
-/// Rows of a tile, and columns of four bytes.
 #[cfg(target_arch = "x86_64")]
-pub(super) const TILE_LEN: usize = 16;
-
-/// Bytes of a row of a tile.
-#[cfg(target_arch = "x86_64")]
-pub(super) const ROW_BYTES: usize = 64;
+pub(super) use instructions::{ROW_BYTES, Shapes, TILE_LEN};
 
 #[cfg(target_arch = "x86_64")]
 mod instructions {
@@ -40,42 +27,61 @@ mod instructions {
     use std::arch::x86_64::__cpuid_count;
     use std::sync::OnceLock;
 
-    use super::{Amx, ROW_BYTES, TILE_LEN};
+    use super::Amx;
+
+    /// Rows of a tile, and columns of four bytes.
+    pub(in crate::cpu) const TILE_LEN: usize = 16;
+
+    /// Bytes of a row of a tile.
+    pub(in crate::cpu) const ROW_BYTES: usize = 64;
 
     /// Bits of the processor's answer to question 7: bf16 on tiles, and tiles.
     const CPUID_BITS: u32 = 1 << 22 | 1 << 24;
 
-    /// The shapes of the eight tiles, as `ldtilecfg` reads them: all of the largest size.
+    /// The shapes of the eight tiles, as `ldtilecfg` reads them.
+    #[derive(Clone, Copy, Debug)]
     #[repr(C, align(64))]
-    struct Config([u8; 64]);
+    pub(in crate::cpu) struct Shapes {
+        palette: u8,
+        start_row: u8,
+        reserved: [u8; 14],
+        row_bytes: [u16; 16],
+        rows: [u8; 16],
+    }
 
-    const CONFIG: Config = {
-        let mut bytes = [0; 64];
-        bytes[0] = 1;
-        let mut tile = 0;
-        while tile < 8 {
-            bytes[16 + 2 * tile] = 64;
-            bytes[48 + tile] = 16;
-            tile += 1;
+    impl Shapes {
+        /// All of the largest size.
+        pub(in crate::cpu) const FULL: Self = Self::new([16; 8]);
+
+        /// Tiles of so many rows, 1 to 16, of 64 bytes each.
+        pub(in crate::cpu) const fn new(rows: [u8; 8]) -> Self {
+            let mut shapes = Self {
+                palette: 1,
+                start_row: 0,
+                reserved: [0; 14],
+                row_bytes: [0; 16],
+                rows: [0; 16],
+            };
+            let mut tile = 0;
+            while tile < rows.len() {
+                assert!(1 <= rows[tile] && rows[tile] <= 16);
+                shapes.row_bytes[tile] = 64;
+                shapes.rows[tile] = rows[tile];
+                tile += 1;
+            }
+            shapes
         }
-        Config(bytes)
-    };
+    }
 
-    /// Asks the system for the right to use the tiles. On Linux a process has to (its threads then may, too).
+    /// Asks the system for the right to use the tiles. On Linux a process has to (its threads then may, too):
+    /// `arch_prctl`, `ARCH_REQ_XCOMP_PERM`, `XTILEDATA`.
     fn permitted() -> bool {
         #[cfg(target_os = "linux")]
         {
-            // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
-            const CALL: i64 = 158;
-            const REQUEST: i64 = 0x1023;
-            const TILE_DATA: i64 = 18;
-            let result: i64;
-            // SAFETY: a system call that changes nothing but this right.
-            unsafe {
-                asm!("syscall", inlateout("rax") CALL => result, in("rdi") REQUEST, in("rsi") TILE_DATA,
-                    lateout("rcx") _, lateout("r11") _, options(nostack));
-            }
-            result == 0
+            const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+            const XTILEDATA: libc::c_long = 18;
+            // SAFETY: a system call that takes two numbers and touches no memory of ours.
+            unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
         }
         #[cfg(not(target_os = "linux"))]
         false
@@ -94,18 +100,18 @@ mod instructions {
             found.then_some(Self(()))
         }
 
-        /// Sets the shapes of the tiles, and zeroes them. To be called before the other functions, on each thread.
+        /// Sets the shapes of the tiles, and zeroes them. To be called before the tiles are used, on each thread.
         #[inline(always)]
-        pub(in crate::cpu) fn begin(self) {
-            // SAFETY: `self` proves that the tiles may be used.
-            unsafe { asm!("ldtilecfg [{}]", in(reg) CONFIG.0.as_ptr(), options(nostack)) };
+        pub(in crate::cpu) fn configure(self, shapes: &Shapes) {
+            // SAFETY: `self` proves that the tiles may be used; the shapes are valid, and live during the instruction.
+            unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *shapes, options(nostack, readonly)) };
         }
 
-        /// Gives the tiles back, so that they need not be kept when the thread is interrupted.
+        /// Gives the tiles back: the system saves their 8 KB whenever it stops a thread that has them.
         #[inline(always)]
-        pub(in crate::cpu) fn end(self) {
+        pub(in crate::cpu) fn release(self) {
             // SAFETY: as above.
-            unsafe { asm!("tilerelease", options(nostack)) };
+            unsafe { asm!("tilerelease", options(nostack, nomem)) };
         }
 
         /// Zeroes the four accumulators.

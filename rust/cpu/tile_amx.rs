@@ -27,7 +27,7 @@ use std::arch::x86_64::{
     _mm512_slli_epi32, _mm512_storeu_ps, _mm512_storeu_si512,
 };
 
-use super::amx::{Amx, ROW_BYTES, TILE_LEN};
+use super::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
 use super::element::Dtype;
 use super::isa::{AlignedBuffer, LANES, Simd};
 use super::tensor::CacheView;
@@ -121,7 +121,7 @@ pub(super) unsafe fn compute_split(
         // SAFETY: passed on.
         return unsafe { compute_tokens(amx, tile, matrices, split, partial) };
     }
-    amx.begin();
+    amx.configure(&Shapes::FULL);
     let mut is_packed = false;
     for (group, partial) in partial.chunks_mut(TILE_LEN * row_len).enumerate() {
         let first = group * TILE_LEN;
@@ -152,7 +152,7 @@ pub(super) unsafe fn compute_split(
             partial[width + 1] = totals[row];
         }
     }
-    amx.end();
+    amx.release();
 }
 
 /// Computes one split token by token.

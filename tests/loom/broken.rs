@@ -297,3 +297,62 @@ fn a_fenced_snapshot_passes() {
 fn a_snapshot_without_fence_is_caught() {
     model_snapshot(false);
 }
+
+/// The job of a board, and the result of its piece.
+struct Shared([UnsafeCell<u32>; 2]);
+
+// SAFETY: the word and the count say whose turn the cells are; whether they say so soundly is what loom checks here.
+unsafe impl Sync for Shared {}
+// SAFETY: as above.
+unsafe impl Send for Shared {}
+
+/// The board of `board.rs` with one piece, which the worker does. The owner then reads what the worker wrote, and
+/// replaces the job that the worker read. `take` is the exchange that takes the piece, `finish` the decrement.
+fn model_board(take: Ordering, finish: Ordering) {
+    check(move || {
+        let word = Arc::new(AtomicU64::new(0));
+        let unfinished = Arc::new(AtomicU32::new(1));
+        let cells = Arc::new(Shared([UnsafeCell::new(0), UnsafeCell::new(0)]));
+        let worker = {
+            let (word, unfinished, cells) = (Arc::clone(&word), Arc::clone(&unfinished), Arc::clone(&cells));
+            thread::spawn(move || {
+                if word.compare_exchange(1, 0, take, Ordering::Relaxed).is_ok() {
+                    let [job, result] = &cells.0;
+                    // SAFETY: the piece says that the job is complete and stays.
+                    let job = job.with(|job| unsafe { *job });
+                    // SAFETY: only the holder of the piece has its result.
+                    result.with_mut(|result| unsafe { *result = job });
+                    unfinished.fetch_sub(1, finish);
+                }
+            })
+        };
+        let [job, result] = &cells.0;
+        // SAFETY: nobody has a piece of it yet.
+        job.with_mut(|job| unsafe { *job = 7 });
+        word.store(1, Ordering::Release);
+        if unfinished.load(Ordering::Acquire) == 0 {
+            // SAFETY: the piece is finished.
+            assert_eq!(result.with(|result| unsafe { *result }), 7);
+            // SAFETY: as above.
+            job.with_mut(|job| unsafe { *job = 8 });
+        }
+        worker.join().unwrap();
+    });
+}
+
+#[test]
+fn a_board_passes() {
+    model_board(Ordering::Acquire, Ordering::Release);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn a_piece_taken_relaxed_is_caught() {
+    model_board(Ordering::Relaxed, Ordering::Release);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn a_piece_finished_relaxed_is_caught() {
+    model_board(Ordering::Acquire, Ordering::Relaxed);
+}

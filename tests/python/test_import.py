@@ -50,6 +50,15 @@ def test_idle_openmp_threads_do_not_spin_for_good(given, spin_count):
     assert run(code).strip() == spin_count
 
 
+def test_a_model_is_built_without_torchs_compiler(checkpoint):
+    code = (
+        "import sys; from pagedkv import LLM\n"
+        f"LLM(**{checkpoint.options!r})\n"
+        "print([name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules])"
+    )
+    assert run(code).strip() == "[]"
+
+
 def test_the_callers_side_needs_no_torch():
     loaded = run("import sys, pagedkv.front; print({'torch', 'transformers'} & set(sys.modules))")
     assert loaded.strip() == "set()"

@@ -37,6 +37,22 @@ class RMSNorm(nn.Module):
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+class Embedding(nn.Module):
+    """A row [size] for each token id.
+
+    Not `nn.Embedding`: its initialisation is wasted on weights that are loaded, and on the meta device it
+    imports torch's compiler, which takes more than a second.
+    """
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, size))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, size]."""
+        return nn.functional.embedding(token_ids, self.weight)
+
+
 class Linear(nn.Module):
     """A weight [out, in] and perhaps a bias [out], as the checkpoint has them, until they are packed."""
 
@@ -169,7 +185,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.tied: PackedWeight | None = None

@@ -5,72 +5,28 @@
 //! time.
 
 use std::arch::asm;
-use std::arch::x86_64::__cpuid_count;
 use std::cell::Cell;
-use std::sync::OnceLock;
 
 use super::piece::{MicroKernel, Tile};
-use crate::cpu::isa::{Isa, LANES};
+use crate::cpu::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
+use crate::cpu::isa::LANES;
 
-/// Rows of a hardware tile.
-const TILE_ROWS: usize = 16;
 /// Elements along K that one instruction multiplies.
 const STEP: usize = 32;
-/// Bytes of a row of a hardware tile.
-const ROW_BYTES: usize = 64;
 
-/// Proof that the processor has AMX for bf16 and the system lets this process use it.
-#[derive(Clone, Copy, Debug)]
-pub struct Amx(());
-
-impl Amx {
-    /// Asks the processor and the system, once.
-    pub(super) fn detect() -> Option<Self> {
-        static PRESENT: OnceLock<bool> = OnceLock::new();
-        let present = *PRESENT.get_or_init(|| {
-            // Leaf 7: bit 22 of EDX is AMX-BF16, bit 24 AMX-TILE.
-            let features = __cpuid_count(7, 0).edx;
-            let tiles = features >> 22 & 1 == 1 && features >> 24 & 1 == 1;
-            tiles && matches!(Isa::best(), Isa::Avx512(_)) && request_tiles()
-        });
-        present.then_some(Self(()))
-    }
-
-    /// Calls `work` on this thread, and gives the tiles up afterwards: the system saves their 8 KB whenever it stops a
-    /// thread that has them.
-    #[expect(clippy::unused_self, reason = "the value proves the instructions")]
-    pub(super) fn with_tiles(self, work: impl FnOnce(Tiles<'_>)) {
-        let shape = Cell::new((0, 0));
-        work(Tiles { shape: &shape });
-        // SAFETY: `self` proves the instruction.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) };
-    }
-}
-
-/// Linux gives a process the state of the tiles on request (`arch_prctl`, `ARCH_REQ_XCOMP_PERM`, `XTILEDATA`), for all
-/// of its threads.
-fn request_tiles() -> bool {
-    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
-    const XTILEDATA: libc::c_long = 18;
-    // SAFETY: a system call that takes two numbers and touches no memory of ours.
-    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
-}
-
-/// What `ldtilecfg` reads.
-#[repr(C, align(64))]
-struct TileConfig {
-    palette: u8,
-    start_row: u8,
-    reserved: [u8; 14],
-    row_bytes: [u16; 16],
-    rows: [u8; 16],
-}
-
-/// The tiles of this thread, within `Amx::with_tiles`.
+/// The tiles of this thread, within `with_tiles`.
 #[derive(Clone, Copy)]
 pub(super) struct Tiles<'a> {
+    amx: Amx,
     /// Rows of the upper and of the lower tiles, as configured.
     shape: &'a Cell<(usize, usize)>,
+}
+
+/// Calls `work` on this thread, and gives the tiles up afterwards.
+pub(super) fn with_tiles(amx: Amx, work: impl FnOnce(Tiles<'_>)) {
+    let shape = Cell::new((0, 0));
+    work(Tiles { amx, shape: &shape });
+    amx.release();
 }
 
 impl Tiles<'_> {
@@ -82,17 +38,8 @@ impl Tiles<'_> {
         }
         let byte = |rows: usize| u8::try_from(rows).expect("at most 16");
         let (first, second) = (byte(upper), byte(if lower == 0 { upper } else { lower }));
-        let mut config = TileConfig {
-            palette: 1,
-            start_row: 0,
-            reserved: [0; 14],
-            row_bytes: [0; 16],
-            rows: [0; 16],
-        };
-        config.row_bytes[..8].fill(64);
-        config.rows[..8].copy_from_slice(&[first, first, second, second, first, second, 16, 16]);
-        // SAFETY: the tiles exist; the configuration is valid and lives during the instruction.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
+        let shapes = Shapes::new([first, first, second, second, first, second, 16, 16]);
+        self.amx.configure(&shapes);
         self.shape.set((upper, lower));
     }
 }
@@ -110,7 +57,7 @@ macro_rules! multiply {
 
 /// Up to 32 rows, more than 16, by two panels.
 unsafe fn two_by_two(tile: &Tile) {
-    let lower = tile.x.wrapping_add(TILE_ROWS * tile.x_stride);
+    let lower = tile.x.wrapping_add(TILE_LEN * tile.x_stride);
     let sums_bytes = tile.sums_stride * size_of::<f32>();
     // SAFETY: the caller vouches for the memory, and configured the tiles.
     unsafe {
@@ -143,7 +90,7 @@ unsafe fn two_by_two(tile: &Tile) {
             row = in(reg) ROW_BYTES,
             steps = inout(reg) tile.depth / STEP => _,
             s0 = in(reg) tile.sums,
-            s1 = in(reg) tile.sums.wrapping_add(TILE_ROWS * tile.sums_stride),
+            s1 = in(reg) tile.sums.wrapping_add(TILE_LEN * tile.sums_stride),
             ss = in(reg) sums_bytes,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
@@ -226,19 +173,19 @@ unsafe fn one_by_one(tile: &Tile) {
 }
 
 impl MicroKernel for Tiles<'_> {
-    const MAX_ROWS: usize = 2 * TILE_ROWS;
+    const MAX_ROWS: usize = 2 * TILE_LEN;
     /// Two panels of 640 along K are 40 KB: most of them stay in the nearest cache while the rows pass by. Shorter cuts,
     /// which leave room for the rows too, lose more by putting sums aside.
     const MAX_DEPTH: usize = 640;
 
     fn max_panels(self, num_rows: usize) -> usize {
-        if num_rows > TILE_ROWS { 2 } else { 4 }
+        if num_rows > TILE_LEN { 2 } else { 4 }
     }
 
     unsafe fn tile(self, tile: &Tile) {
-        let lower = tile.num_rows.saturating_sub(TILE_ROWS);
+        let lower = tile.num_rows.saturating_sub(TILE_LEN);
         if lower > 0 && tile.num_panels == 2 {
-            self.configure(TILE_ROWS, lower);
+            self.configure(TILE_LEN, lower);
             // SAFETY: passed on.
             unsafe { two_by_two(tile) };
             return;
@@ -249,8 +196,8 @@ impl MicroKernel for Tiles<'_> {
             unsafe { one_by_four(tile) };
             return;
         }
-        for first_row in (0..tile.num_rows).step_by(TILE_ROWS) {
-            let num_rows = TILE_ROWS.min(tile.num_rows - first_row);
+        for first_row in (0..tile.num_rows).step_by(TILE_LEN) {
+            let num_rows = TILE_LEN.min(tile.num_rows - first_row);
             self.configure(num_rows, 0);
             for panel in 0..tile.num_panels {
                 let part = Tile {

@@ -11,10 +11,10 @@
 //! uses it for a single row too: a tile of one row costs less than reading its weights from memory. On the Intel
 //! processors that have both, `vdpbf16ps` does 85 GFLOP/s where `tdpbf16ps` does 2,700, and f32 multiply-adds 190.
 
+#[cfg(target_arch = "x86_64")]
+use super::super::amx::Amx;
 use super::super::element::Dtype;
 use super::super::isa::Isa;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use super::dot_bf16::DotBf16;
 use super::fma;
@@ -28,7 +28,7 @@ pub enum Arithmetic {
     #[cfg(target_arch = "x86_64")]
     DotBf16(DotBf16),
     /// Products of tiles of bf16.
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    #[cfg(target_arch = "x86_64")]
     Amx(Amx),
 }
 
@@ -43,7 +43,6 @@ impl Arithmetic {
         #[cfg(target_arch = "x86_64")]
         if dtype == Dtype::Bf16 {
             all.extend(DotBf16::detect().map(Self::DotBf16));
-            #[cfg(target_os = "linux")]
             all.extend(Amx::detect().map(Self::Amx));
         }
         all
@@ -61,7 +60,7 @@ impl Arithmetic {
             Self::Fma(isa) => isa.name(),
             #[cfg(target_arch = "x86_64")]
             Self::DotBf16(_) => "avx512_bf16",
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            #[cfg(target_arch = "x86_64")]
             Self::Amx(_) => "amx_bf16",
         }
     }
@@ -72,7 +71,7 @@ impl Arithmetic {
             Self::Fma(isa) => isa,
             #[cfg(target_arch = "x86_64")]
             Self::DotBf16(_) => Isa::best(),
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            #[cfg(target_arch = "x86_64")]
             Self::Amx(_) => Isa::best(),
         }
     }
@@ -83,7 +82,7 @@ impl Arithmetic {
             Self::Fma(_) => Dtype::F32,
             #[cfg(target_arch = "x86_64")]
             Self::DotBf16(_) => Dtype::Bf16,
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            #[cfg(target_arch = "x86_64")]
             Self::Amx(_) => Dtype::Bf16,
         }
     }
@@ -94,7 +93,7 @@ impl Arithmetic {
             Self::Fma(_) => 1,
             #[cfg(target_arch = "x86_64")]
             Self::DotBf16(_) => 2,
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            #[cfg(target_arch = "x86_64")]
             Self::Amx(_) => 32,
         }
     }
@@ -110,7 +109,7 @@ impl Arithmetic {
             Self::Fma(isa) => fma::group_panels(isa),
             #[cfg(target_arch = "x86_64")]
             Self::DotBf16(_) => 6,
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            #[cfg(target_arch = "x86_64")]
             Self::Amx(_) => 4,
         }
     }

@@ -13,7 +13,7 @@
 //! order, however many rows it has, and where the sum over K is cut for the caches, the partial sum is kept in f32 and
 //! continued: the same additions. The callers are the bindings (`rust/python/linear.rs`) and the benchmark.
 
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_arch = "x86_64")]
 mod amx;
 mod arithmetic;
 #[cfg(target_arch = "x86_64")]

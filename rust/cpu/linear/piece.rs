@@ -13,6 +13,8 @@ use std::ops::Range;
 
 use super::super::element::{Dtype, store_row};
 use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 use super::fma::{Bf16, F16, F32, Fma};
 use super::{Arithmetic, Linear, Matrix};
 
@@ -78,8 +80,8 @@ impl Kernel for &mut Piece<'_> {
             (Arithmetic::Fma(_), Dtype::F16) => self.multiply(simd, Fma::<S, F16>::new(simd)),
             #[cfg(target_arch = "x86_64")]
             (Arithmetic::DotBf16(dot), _) => self.multiply(simd, dot),
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            (Arithmetic::Amx(amx), _) => amx.with_tiles(|tiles| self.multiply(simd, tiles)),
+            #[cfg(target_arch = "x86_64")]
+            (Arithmetic::Amx(amx), _) => amx::with_tiles(amx, |tiles| self.multiply(simd, tiles)),
         }
     }
 }
