@@ -12,14 +12,13 @@
 //! `cargo bench --bench linear -- ceiling`, `-- linear/amx`
 
 use std::cell::Cell;
-use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
 use pagedkv::cpu::element::Dtype;
 use pagedkv::cpu::linear::{Arithmetic, Linear, Matrix, PackedWeight, Part};
-use pagedkv::cpu::pool;
+use pagedkv::cpu::{peak, pool};
 
 /// (K, N): gate and up in one, down, q with k and v, the output layer.
 const SHAPES: [(usize, usize); 4] = [(576, 3072), (1536, 576), (576, 960), (576, 49_152)];
@@ -33,136 +32,25 @@ fn thread_counts() -> Vec<usize> {
     counts
 }
 
-/// Runs `work` on so many threads at once.
-fn on_threads(num_threads: usize, work: impl Fn(usize) + Sync) {
-    std::thread::scope(|scope| {
-        let work = &work;
-        for idx in 1..num_threads {
-            scope.spawn(move || work(idx));
-        }
-        work(0);
-    });
-}
-
 fn ceiling(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("ceiling");
-    let memory = vec![1_u64; (VISITED_BYTES * 2) / 8];
+    let stream = peak::Stream::default();
     for num_threads in thread_counts() {
-        group.throughput(Throughput::Bytes(size_of_val(&*memory) as u64));
+        group.throughput(Throughput::Bytes(peak::Stream::NUM_BYTES as u64));
         group.bench_function(BenchmarkId::new("read", num_threads), |bencher| {
-            bencher.iter(|| {
-                on_threads(num_threads, |idx| {
-                    let part =
-                        &memory[memory.len() * idx / num_threads..memory.len() * (idx + 1) / num_threads];
-                    black_box(part.iter().fold(0_u64, |sum, word| sum.wrapping_add(*word)));
-                });
-            });
+            bencher.iter(|| stream.read(num_threads));
         });
-        #[cfg(target_arch = "x86_64")]
-        for (name, operations, run) in peaks::available() {
+        for peak in peak::peaks() {
             const ROUNDS: usize = 1_000_000;
-            group.throughput(Throughput::Elements((num_threads * ROUNDS * operations) as u64));
-            group.bench_function(BenchmarkId::new(name, num_threads), |bencher| {
-                bencher.iter(|| on_threads(num_threads, |_| run(ROUNDS)));
+            group.throughput(Throughput::Elements(
+                (num_threads * ROUNDS * peak.operations) as u64,
+            ));
+            group.bench_function(BenchmarkId::new(peak.name, num_threads), |bencher| {
+                bencher.iter(|| peak::on_threads(num_threads, |_| (peak.run)(ROUNDS)));
             });
         }
     }
     group.finish();
-}
-
-#[cfg(target_arch = "x86_64")]
-mod peaks {
-    use std::arch::asm;
-    use std::arch::x86_64::{
-        __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_set1_epi16, _mm512_set1_ps,
-        _mm512_setzero_ps,
-    };
-    use std::hint::black_box;
-    use std::mem::transmute;
-
-    use pagedkv::cpu::element::Dtype;
-    use pagedkv::cpu::linear::Arithmetic;
-
-    /// Sums that are independent of each other: more than an instruction's latency can hide.
-    const SUMS: usize = 24;
-
-    /// Name of an arithmetic, operations of a round, and the loop that does so many rounds.
-    type Peak = (&'static str, usize, fn(usize));
-
-    /// The loops that run here.
-    pub(super) fn available() -> Vec<Peak> {
-        let has = |name: &str| {
-            Arithmetic::available(Dtype::Bf16)
-                .iter()
-                .any(|a| a.name() == name)
-        };
-        let all: [Peak; 3] = [
-            // SAFETY: run only where the processor has the instructions.
-            ("avx512", SUMS * 32, |n| unsafe { fma(n) }),
-            // SAFETY: as above.
-            ("avx512_bf16", SUMS * 64, |n| unsafe { dot(n) }),
-            // SAFETY: as above.
-            ("amx_bf16", 4 * 16 * 16 * 64, |n| unsafe { amx(n) }),
-        ];
-        all.into_iter().filter(|(name, ..)| has(name)).collect()
-    }
-
-    #[target_feature(enable = "avx512f")]
-    fn fma(rounds: usize) {
-        let x = black_box(_mm512_set1_ps(1.0));
-        let mut sums = [_mm512_setzero_ps(); SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = _mm512_fmadd_ps(x, x, *sum);
-            }
-        }
-        black_box(sums);
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    fn dot(rounds: usize) {
-        // SAFETY: both types are 64 bytes.
-        let x = unsafe { transmute::<__m512i, __m512bh>(black_box(_mm512_set1_epi16(0x3f80))) };
-        let mut sums = [_mm512_setzero_ps(); SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = _mm512_dpbf16_ps(*sum, x, x);
-            }
-        }
-        black_box(sums);
-    }
-
-    /// # Safety
-    /// The process may use tiles: `Arithmetic::available` asked for them.
-    unsafe fn amx(rounds: usize) {
-        #[repr(C, align(64))]
-        struct Config([u8; 64]);
-        let mut config = Config([0; 64]);
-        config.0[0] = 1;
-        for tile in 0..8 {
-            config.0[16 + 2 * tile] = 64;
-            config.0[48 + tile] = 16;
-        }
-        // SAFETY: the configuration is valid; only tiles are changed, which nobody else here uses.
-        unsafe {
-            asm!(
-                "ldtilecfg [{config}]",
-                "2:",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "dec {rounds}",
-                "jnz 2b",
-                "tilerelease",
-                config = in(reg) &raw const config,
-                rounds = inout(reg) rounds => _,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack, readonly),
-            );
-        }
-    }
 }
 
 /// Weights to visit in turns, and rows to multiply them with.

@@ -24,6 +24,7 @@ __all__ = [
     "StepHeader",
     "StepPlan",
     "copy_blocks",
+    "cpu_ceilings",
     "cpu_features",
     "cpu_isa",
     "cuda_sources",
@@ -260,11 +261,18 @@ class Edge:
     def stats(self) -> dict[str, int]:
         """Counters of the last step: see rust/sync/stats.rs for the names."""
 
+def cpu_ceilings() -> dict[str, float]:
+    """Measures, on all threads of the kernels, what the processor could do at most; takes about a second.
+
+    "read" is the bytes that it reads in a second, the other names are those of `PackedLinear.arithmetic`, as
+    far as a loop for them exists, with the operations that it does in a second on registers alone.
+    """
+
 def cpu_features() -> list[str]:
     """Extensions of this processor that the kernels know, e.g. ["avx2", "avx512f", "avx512bf16"]."""
 
 def cpu_isa() -> str:
-    """The instruction set that the kernels run on here: "avx512", "avx2" or "portable"."""
+    """The instruction set that the kernels run on here: "amx", "avx512", "avx2" or "portable"."""
 
 def cuda_sources() -> dict[str, str]:
     """The sources of the CUDA kernels (`cuda/`) by file name, as they were when the extension was built."""

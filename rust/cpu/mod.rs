@@ -18,6 +18,7 @@
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |
 //! | `sample`, `cut`, `noise` | sampling, where a filter cuts the ranking, and the arithmetic that all backends share |
 //! | `pool` | the threads |
+//! | `peak` | what the processor could do at most |
 //!
 //! Results depend on the arguments and on the instruction set, and on nothing else: not on the number of threads, nor
 //! on what else is in the batch, nor on how a prompt was cut into chunks. `tile` says how.
@@ -33,6 +34,7 @@ pub mod isa;
 pub mod linear;
 mod noise;
 pub mod norm;
+pub mod peak;
 pub mod plan;
 pub mod pool;
 pub mod rope_cache;

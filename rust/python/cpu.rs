@@ -4,6 +4,8 @@
 //! beside a busy Python thread every return waits for a switch interval, so that a hundred short calls would take
 //! longer for their waits than for their work.
 
+use std::collections::HashMap;
+
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -12,7 +14,7 @@ use crate::cpu::copy_blocks::BlocksView;
 use crate::cpu::element::Dtype;
 use crate::cpu::rope_cache::{AngleTable, RopeCache};
 use crate::cpu::tensor::{CacheView, RowsView};
-use crate::cpu::{copy_blocks as copy, isa, pool};
+use crate::cpu::{copy_blocks as copy, isa, peak, pool};
 
 /// Expected duration from which a call releases the GIL.
 const KEEP_GIL_NS: u64 = 1_000_000;
@@ -252,4 +254,10 @@ pub(super) fn cpu_features() -> Vec<&'static str> {
 #[pyfunction]
 pub(super) fn cpu_isa() -> &'static str {
     isa::Isa::best().name()
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
+pub(super) fn cpu_ceilings(py: Python<'_>) -> HashMap<&'static str, f64> {
+    py.detach(peak::measure).into_iter().collect()
 }

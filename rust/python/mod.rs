@@ -26,7 +26,9 @@ mod _core {
     #[pymodule_export]
     use super::core::{Core, StepHeader};
     #[pymodule_export]
-    use super::cpu::{copy_blocks, cpu_features, cpu_isa, num_threads, rope_cache, set_num_threads};
+    use super::cpu::{
+        copy_blocks, cpu_ceilings, cpu_features, cpu_isa, num_threads, rope_cache, set_num_threads,
+    };
     #[pymodule_export]
     use super::cuda::cuda_sources;
     #[pymodule_export]

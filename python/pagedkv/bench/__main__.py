@@ -1,4 +1,4 @@
-"""`python -m pagedkv.bench replay | core | sharing`: the command line of the benchmarks."""
+"""`python -m pagedkv.bench replay | core | sharing | where`: the command line of the benchmarks."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ def _positive_float(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of all benchmarks."""
+    """The command line of the benchmarks."""
     result = argparse.ArgumentParser(prog="python -m pagedkv.bench", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
 
@@ -110,6 +110,17 @@ def parser() -> argparse.ArgumentParser:
         "--rounds", type=_positive, default=1, metavar="N", help="the quickest of N runs counts (default: 1)"
     )
     config.add_cli_options(shares)
+    parts = commands.add_parser(
+        "where", help="say where the time of a run with a model goes, beside its floors"
+    )
+    parts.add_argument(
+        "--model", metavar="MODEL", help="directory, GGUF file or name (default: the demo model)"
+    )
+    parts.add_argument("--dtype", default="auto", help="default: auto")
+    parts.add_argument(
+        "--workload", action="append", choices=("crowd", "single"), help="may be repeated (default: both)"
+    )
+    parts.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     return result
 
 
@@ -173,6 +184,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.command == "core":
         _write(options.json, core.run())
+        return 0
+    if options.command == "where":
+        # With torch, which the others do without.
+        from pagedkv.bench import where
+
+        _write(options.json, where.run(options.model, options.dtype, options.workload or where.WORKLOADS))
         return 0
     try:
         if options.command == "sharing":

@@ -55,7 +55,7 @@ impl Drop for Chunk {
 }
 
 /// A part of a chunk that belongs to one weight.
-pub(super) struct Memory {
+pub(in crate::cpu) struct Memory {
     chunk: Arc<Chunk>,
     offset: usize,
     num_bytes: usize,
@@ -63,7 +63,7 @@ pub(super) struct Memory {
 
 impl Memory {
     /// So many bytes, at least one, aligned to a cache line, with anything in them.
-    pub(super) fn new(num_bytes: usize) -> Self {
+    pub(in crate::cpu) fn new(num_bytes: usize) -> Self {
         if num_bytes < SMALL_BYTES {
             let chunk = Arc::new(Chunk::new(num_bytes.max(1), LINE_BYTES));
             return Self {
@@ -95,7 +95,7 @@ impl Memory {
     }
 
     /// The first byte. Whoever writes answers for nobody else accessing what is written.
-    pub(super) fn address(&self) -> *mut u8 {
+    pub(in crate::cpu) fn address(&self) -> *mut u8 {
         self.chunk.address.as_ptr().wrapping_add(self.offset)
     }
 

@@ -28,6 +28,7 @@ use super::element::{Dtype, load_row, store_row};
 use super::pool;
 
 pub use arithmetic::Arithmetic;
+pub(super) use memory::Memory;
 pub use packed::{PackedWeight, Part};
 
 /// Bytes of weights that a thread reads in a nanosecond, for the estimate of a call's duration.
