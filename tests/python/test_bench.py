@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagedkv import _core
 from pagedkv.bench import __main__ as command
 from pagedkv.bench import core, replay, trace
+from pagedkv.ops import cpu
 from prefix_cache_sim import Sim
 from tiny_llm import Checkpoint
 
@@ -180,3 +182,25 @@ def test_sharing_refuses_a_prompt_that_it_has_no_text_for(
     arguments = ["sharing", "--model", str(checkpoint.path), "--num-blocks", "400", "--prompt-len", "9999999"]
     assert command.main(arguments) == 2
     assert "--prompt-len allows no more" in capsys.readouterr().err
+
+
+def test_the_time_of_a_run_is_shared_out(checkpoint, tmp_path, capsys):
+    path = tmp_path / "where.json"
+    arguments = ["where", "--model", str(checkpoint.path), "--workload", "single", "--json", str(path)]
+    if _core.cpu_isa() == "portable":
+        assert command.main(arguments) == 2
+        assert "torch multiplies" in capsys.readouterr().err
+        return
+    assert command.main(arguments) == 0
+    (result,) = json.loads(path.read_text())
+    parts = result["parts"]
+    # 2 layers of 4 products, and the head; a step for the prompt and 127 for the other tokens.
+    assert parts["linear, up to 1 rows"]["calls"] == 127 * 9 + 1
+    assert parts["linear, up to 128 rows"]["calls"] == 8
+    assert parts["attention, one token each"]["calls"] == 127 * 2
+    assert parts["attention, with prompts"]["calls"] == 2
+    assert parts["Python"]["calls"] == parts["sample"]["calls"] == 128
+    assert sum(part["seconds"] for part in parts.values()) == pytest.approx(result["seconds"])
+    assert result["ceilings"]["read"] > 1e8
+    assert "attention, with prompts" in capsys.readouterr().out
+    assert cpu._core is _core

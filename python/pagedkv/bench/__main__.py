@@ -179,21 +179,24 @@ def _sharing(options: argparse.Namespace) -> None:
         options.plot.write_text(bars.sharing(outcomes))
 
 
+def _where(options: argparse.Namespace) -> None:
+    # Imported here, because it needs torch, which the others do without.
+    from pagedkv.bench import where
+
+    _write(options.json, where.run(options.model, options.dtype, options.workload or where.WORKLOADS))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one benchmark. Returns the exit status: 2 where a trace or a model cannot be read."""
+    """Runs one benchmark. Returns the exit status: 2 where a trace or model cannot be used."""
     options = parser().parse_args(argv)
     if options.command == "core":
         _write(options.json, core.run())
         return 0
-    if options.command == "where":
-        # With torch, which the others do without.
-        from pagedkv.bench import where
-
-        _write(options.json, where.run(options.model, options.dtype, options.workload or where.WORKLOADS))
-        return 0
     try:
         if options.command == "sharing":
             _sharing(options)
+        elif options.command == "where":
+            _where(options)
         else:
             _replay(options)
     except (OSError, ValueError) as error:

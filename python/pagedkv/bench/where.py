@@ -174,14 +174,14 @@ def _wrap_weights(part: nn.Module, clock: Clock) -> None:
             setattr(part, name, Timed(weight, clock, costs))
 
 
-def requests(workload: str, run: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(workload: str, run: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts and parameters of a run: the same lengths in every one, other tokens."""
     lengths = random.Random(0)
     shapes = [(128, 128)]
     if workload == "crowd":
         shapes = [(lengths.randint(32, 512), lengths.randint(16, 256)) for _ in range(32)]
     source = random.Random(2000 + run)
-    prompts = [[source.randrange(1000, 40000) for _ in range(prompt_len)] for prompt_len, _ in shapes]
+    prompts = [[source.randrange(3, vocab_size) for _ in range(prompt_len)] for prompt_len, _ in shapes]
     return prompts, [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for _, num in shapes]
 
 
@@ -194,7 +194,7 @@ def run(model: str | None, dtype: str, workloads: Sequence[str]) -> list[dict[st
 
     def seconds(workload: str, run: int) -> float:
         start = time.perf_counter()
-        llm.generate(*requests(workload, run), use_tqdm=False)
+        llm.generate(*requests(workload, run, llm.tokenizer.vocab_size), use_tqdm=False)
         return time.perf_counter() - start
 
     for workload in workloads:
