@@ -11,6 +11,7 @@
 
 mod beams;
 mod block;
+mod cache_priority;
 mod cpu_kernels;
 mod edge_stress;
 mod explain;
