@@ -241,6 +241,7 @@ class Edge:
         priority: int = 0,
         beam: tuple[int, float, bool | None] | None = None,
         promise: int | None = None,
+        evict_first: bool = False,
     ) -> int:
         """Queues a request and returns its id. Raises InvalidRequest or QueueFull.
 
@@ -249,6 +250,7 @@ class Edge:
         requests of equal priority share what there is fairly among salts. `beam` asks for a beam search: its
         width, length penalty, and whether it stops early (None: never); n is 1 then.
         `promise` is what `Core.promise_hold` gave; n must be 1 then.
+        With `evict_first` the blocks that it computes are the first to be evicted once it has ended.
         """
     def abort(self, request_id: int) -> bool:
         """Asks for the end of a request; its blocks are free by the next step. False if it has ended."""

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from pagedkv.checks import check_bool, check_float, check_int, refusal
 from pagedkv.errors import InvalidRequest
 from pagedkv.outputs import FinishReason
-from pagedkv.sampling_params import MAX_SAMPLES, SamplingParams
+from pagedkv.sampling_params import MAX_SAMPLES, CachePriority, SamplingParams
 
 MAX_LENGTH_PENALTY: Final = 5.0
 EarlyStopping = bool | Literal["never"]
@@ -33,6 +33,7 @@ class BeamSearchParams:
             not do so at any length either.
         skip_special_tokens: leave special tokens out of the text of a completion.
         include_stop_str_in_output: leave the end token in the text of a completion.
+        cache_priority: as in `SamplingParams`.
     """
 
     beam_width: int
@@ -43,6 +44,7 @@ class BeamSearchParams:
     early_stopping: EarlyStopping = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    cache_priority: CachePriority = "normal"
 
     def __post_init__(self) -> None:
         check_int(
@@ -77,6 +79,7 @@ class BeamSearchParams:
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            cache_priority=self.cache_priority,
         )
 
 

@@ -7,11 +7,13 @@ exist.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedkv import errors, holds
+from pagedkv.checks import check_int
 from pagedkv.errors import InvalidRequest
 from pagedkv.holds import CacheLookup, CacheReset, Keeping, Pin, Session
 from pagedkv.request import INLINE_LEN, Prompt, Request, prompt_len
@@ -49,10 +51,12 @@ class CacheControl(ABC):
 
         Raises:
             InvalidRequest: the prompt cannot be served, or does not fit into `max_pinned_blocks`.
+            Conflict: the pin is gone again: its ttl is over, or the cache was reset meanwhile.
         """
         pin_id = holds.new_id("pin")
         self._generate_kept(Keeping(self._front, prompt, PIN_PARAMS, kind="pin", name=pin_id, ttl=ttl))
-        return self._ask(lambda core: holds.pin(core, b"", pin_id))
+        with _still_there():
+            return self._ask(lambda core: holds.pin(core, b"", pin_id))
 
     def pins(self) -> list[Pin]:
         """All pins, the oldest first."""
@@ -114,7 +118,10 @@ class CacheControl(ABC):
 
         To be called when the weights were exchanged: what other weights computed is not found any more.
         Blocks of theirs go when the room is needed, pins are gone, and sessions keep their tokens alone.
+
+        Raises InvalidRequest unless the number is in 0..2^64-1.
         """
+        _check_epoch(model_epoch)
         self._ask(lambda core: core.set_model_epoch(model_epoch))
 
 
@@ -153,12 +160,8 @@ class AsyncCacheControl(ABC):
             prompt, PIN_PARAMS, **options, **_unprepared(prompt, add_special_tokens=add_special_tokens)
         )
         await self._run_kept(request)
-        try:
+        with _still_there():
             return await self.ask(lambda core: holds.pin(core, salt, pin_id))
-        except errors.NotFound as error:
-            raise errors.Conflict(
-                "the cache was reset while the prompt was computed; pin it again"
-            ) from error
 
     async def pins(self, *, salt: bytes = b"") -> list[Pin]:
         """A tenant's pins, the oldest first."""
@@ -258,6 +261,7 @@ class AsyncCacheControl(ABC):
 
     async def set_model_epoch(self, model_epoch: int) -> None:
         """Says which weights compute from now on."""
+        _check_epoch(model_epoch)
         await self.ask(lambda core: core.set_model_epoch(model_epoch))
 
     async def _promised(self, prompt: Prompt | Request, params: SamplingParams, **options: Any) -> Request:
@@ -277,6 +281,22 @@ class AsyncCacheControl(ABC):
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Does work on a prompt, in a thread if it is long: meanwhile the loop goes on."""
         return work() if size <= INLINE_LEN else await asyncio.to_thread(work)
+
+
+@contextmanager
+def _still_there() -> Iterator[None]:
+    """Says of a pin that is gone before its maker has heard of it why that may be. Raises Conflict."""
+    try:
+        yield
+    except errors.NotFound as error:
+        raise errors.Conflict(
+            "the pin is gone already: its ttl is over, or the cache was reset while the prompt was computed; "
+            "pin it again"
+        ) from error
+
+
+def _check_epoch(model_epoch: object) -> None:
+    check_int(InvalidRequest, "model_epoch", model_epoch, 0, 2**64 - 1, "an integer in 0..2^64-1")
 
 
 def _fork_arguments(new_session_id: str | None, ttl: float | None) -> tuple[str, int | None]:

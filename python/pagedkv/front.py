@@ -125,6 +125,7 @@ class Front:
                 priority=request.priority,
                 beam=None if beam is None else beam.for_core,
                 promise=request.promise,
+                evict_first=params.cache_priority == "low",
             )
         except _core.InvalidRequest as error:
             raise InvalidRequest(str(error)) from error

@@ -7,7 +7,7 @@ given here has the default below, for every model. Only its end-of-sequence toke
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, Literal
 
 from pagedkv.checks import check_bool, check_float, check_int, refusal
 from pagedkv.errors import InvalidRequest
@@ -20,6 +20,9 @@ MAX_SEED: Final = 2**64 - 1
 MAX_TOKEN_ID: Final = 2**31 - 1
 MIN_PRIORITY: Final = -(2**31)
 MAX_PRIORITY: Final = 2**31 - 1
+
+CachePriority = Literal["normal", "low"]
+"""What the blocks of a request are worth once it has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,8 @@ class SamplingParams:
             well.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: leave the stop text, or the token that ended the answer, in the text.
+        cache_priority: "low" has the blocks that the request computes evicted first once it has ended, unless
+            another request, or another answer of this one, uses them as well: for what will not come again.
     """
 
     n: int = 1
@@ -61,6 +66,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    cache_priority: CachePriority = "normal"
 
     def __post_init__(self) -> None:
         self._check_int("n", 1, MAX_SAMPLES, f"an integer in 1..{MAX_SAMPLES}")
@@ -81,6 +87,8 @@ class SamplingParams:
             self._check_int("logprobs", 0, MAX_LOGPROBS, f"an integer in 0..{MAX_LOGPROBS}, or none")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check_bool(InvalidRequest, name, getattr(self, name))
+        if self.cache_priority not in ("normal", "low"):
+            raise refusal(InvalidRequest, "cache_priority", self.cache_priority, '"normal" or "low"')
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
 

@@ -156,6 +156,47 @@ impl BlockPool {
         self.idle.push_back(block, list, self.num_allocations);
     }
 
+    /// Takes a table from the holders of the last blocks of a chain, from its end on, and puts those that become idle
+    /// before all that are on the list of class 0.
+    ///
+    /// This holds up to the first block that somebody else has used: one that another table holds, that a request came
+    /// back to, or from which another sequence went on, so that it must not be evicted before that.
+    pub(super) fn release_first_out(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        // All of them are of one share. Whatever was at its front stays behind them.
+        let mut front = None;
+        let mut last = None;
+        let mut is_own = true;
+        for block in blocks {
+            if !self.is_published(block) {
+                self.release(block);
+                continue;
+            }
+            is_own &= self.is_used_by_one(block, last);
+            if !is_own {
+                self.release(block);
+                continue;
+            }
+            let list = self.shares.list(block, 0);
+            self.index.nodes[block.index()].num_tables -= 1;
+            match *front.get_or_insert_with(|| self.idle.front(list)) {
+                Some(front) => self.idle.insert_before(block, front),
+                None => self.idle.push_back(block, list, self.num_allocations),
+            }
+            last = Some(block);
+        }
+    }
+
+    /// Whether nobody but the table that holds a published block has a use for it. `next`: its child that is known to
+    /// be of no other use.
+    fn is_used_by_one(&self, block: BlockId, next: Option<BlockId>) -> bool {
+        let node = &self.index.nodes[block.index()];
+        let is_last = match self.index.first_child(Parent::Block(block)) {
+            None => !(self.index.is_partial(block) && self.index.is_extended(block)),
+            Some(child) => next == Some(child) && self.index.is_only_child(child),
+        };
+        is_last && node.num_tables == 1 && !node.is_leased && node.num_turns == 0
+    }
+
     /// Puts a block whose leases were dropped on the list that its state asks for, if it is on none.
     pub(super) fn settle(&mut self, block: BlockId) {
         if self.is_held(block) || self.idle.contains(block) {

@@ -202,6 +202,13 @@ impl PrefixIndex {
         (child != 0).then_some(BlockId(child))
     }
 
+    /// Whether a node that is the top of its siblings' treap has no siblings.
+    #[inline]
+    pub(super) fn is_only_child(&self, top: BlockId) -> bool {
+        let node = &self.nodes[top.index()];
+        (node.left, node.right) == (0, 0)
+    }
+
     /// Whether a node holds less than a block.
     #[inline]
     pub(super) fn is_partial(&self, block: BlockId) -> bool {

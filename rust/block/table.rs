@@ -396,6 +396,17 @@ impl BlockTable {
         self.root = None;
     }
 
+    /// [`Self::release`], but the blocks from `num_found` on are the next to be evicted of those that nobody came back
+    /// to.
+    ///
+    /// # Panics
+    /// If the table was released before.
+    pub fn release_first_out(&mut self, pool: &mut BlockPool, num_found: u32) {
+        let kept = self.blocks.len().min(num_found as usize);
+        pool.release_first_out(self.blocks.drain(kept..).rev());
+        self.release(pool);
+    }
+
     /// Called when at most `num_blocks` leading blocks are left as they were.
     fn shortened(&mut self, pool: &BlockPool, num_blocks: u32) {
         self.num_published = self.num_published.min(num_blocks);

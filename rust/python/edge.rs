@@ -9,7 +9,7 @@ use pyo3::types::PyDict;
 
 use crate::error::SubmitError;
 use crate::ids::RequestId;
-use crate::sched::{BeamParams, EarlyStopping, Edge as CoreEdge, SamplingParams};
+use crate::sched::{BeamParams, CachePriority, EarlyStopping, Edge as CoreEdge, SamplingParams};
 use crate::sync::Stats;
 
 use super::cache::token_ids;
@@ -42,7 +42,8 @@ fn to_error(error: &SubmitError) -> PyErr {
 impl Edge {
     #[pyo3(signature = (
         prompt, *, max_tokens, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, stop_token_ids=Vec::new(),
-        ignore_eos=false, num_logprobs=-1, salt=Vec::new(), priority=0, beam=None, promise=None
+        ignore_eos=false, num_logprobs=-1, salt=Vec::new(), priority=0, beam=None, promise=None,
+        evict_first=false
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -65,6 +66,7 @@ impl Edge {
         priority: i32,
         beam: Option<(u32, f64, Option<bool>)>,
         promise: Option<u64>,
+        evict_first: bool,
     ) -> PyResult<u64> {
         let prompt = token_ids(&prompt)?;
         let params = SamplingParams {
@@ -89,6 +91,11 @@ impl Edge {
             priority,
             num_logprobs,
             promise,
+            cache_priority: if evict_first {
+                CachePriority::Low
+            } else {
+                CachePriority::Normal
+            },
         };
         self.0
             .submit(prompt, params, salt)

@@ -2,8 +2,9 @@
 
 use crate::ids::RequestId;
 
-use super::request::FinishReason;
+use super::request::{CachePriority, FinishReason};
 use super::scheduler::Scheduler;
+use super::sequence::Sequence;
 use super::slab::SeqIdx;
 use super::step::Ended;
 
@@ -33,9 +34,7 @@ impl Scheduler {
         if let Some(promise) = self.requests.of(request).request.params.promise {
             self.settle_promise(promise, &mut sequence, reason);
         }
-        if let Some(table) = sequence.table.as_mut() {
-            table.release(&mut self.pool);
-        }
+        self.release_table(&mut sequence);
         let first = sequence.key.sample_index;
         // A group of beams ends as a unit, as all the answers that it would have given.
         let num_samples = match self.beams.get(&request) {
@@ -68,6 +67,20 @@ impl Scheduler {
             self.beams.remove(&request);
             self.tenants.leave(sequence.tenant);
             self.edge.shared.flags.retire(request);
+        }
+    }
+
+    /// Releases the table of a sequence that has ended, as its request's cache priority asks.
+    fn release_table(&mut self, sequence: &mut Sequence) {
+        let Some(table) = sequence.table.as_mut() else {
+            return;
+        };
+        match self.requests.of(sequence.request).request.params.cache_priority {
+            CachePriority::Normal => table.release(&mut self.pool),
+            CachePriority::Low => {
+                let num_found = sequence.words.num_cached_tokens().unwrap_or(0);
+                table.release_first_out(&mut self.pool, num_found / self.config.block_size);
+            }
         }
     }
 

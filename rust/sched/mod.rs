@@ -48,6 +48,6 @@ pub use hold::{HoldKey, HoldKind, HoldView};
 pub use holding::{HoldRequest, ResetCounts};
 pub use lookup::{Lookup, Obstacle};
 pub use observe::{SequenceView, TenantView};
-pub use request::{FinishReason, Request, SamplingParams};
+pub use request::{CachePriority, FinishReason, Request, SamplingParams};
 pub use scheduler::Scheduler;
 pub use step::{ARENA_VERSION, Section, StepHeader};

@@ -8,6 +8,16 @@ use super::beam_search::BeamParams;
 /// Bound of the length penalty either way: the power of any length stays a number of the scores' type.
 const MAX_LENGTH_PENALTY: f64 = 5.0;
 
+/// A hint at what the blocks of a request are worth once it has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum CachePriority {
+    /// As much as those of others.
+    #[default]
+    Normal,
+    /// Little: those that it did not find are evicted as if they were the oldest that nobody came back to.
+    Low,
+}
+
 /// How tokens are drawn and when a sample ends.
 #[derive(Clone, Debug)]
 pub struct SamplingParams {
@@ -37,6 +47,8 @@ pub struct SamplingParams {
     pub num_logprobs: i32,
     /// A promise of `Scheduler::promise_hold`: what the only sample leaves behind is kept.
     pub promise: Option<u64>,
+    /// What becomes of its blocks when it has ended. Of what a promise keeps, when the hold ends, nothing is said.
+    pub cache_priority: CachePriority,
 }
 
 impl Default for SamplingParams {
@@ -55,6 +67,7 @@ impl Default for SamplingParams {
             priority: 0,
             num_logprobs: -1,
             promise: None,
+            cache_priority: CachePriority::Normal,
         }
     }
 }

@@ -260,6 +260,19 @@ class Crowd:
         await self._turn(self._text() * 3, salt=salt)
 
 
+async def test_a_pin_that_is_over_at_once_says_so(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_kept = llm._run_kept
+
+    async def run_slowly(request: Any) -> None:
+        await run_kept(request)
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(llm, "_run_kept", run_slowly)
+    with pytest.raises(Conflict, match="the pin is gone already: its ttl is over"):
+        await llm.pin("the cat sat", 0.01)
+    assert await llm.pins() == []
+
+
 async def test_everything_at_once(checkpoint: Checkpoint) -> None:
     llm = async_engine(checkpoint, num_blocks=300, max_model_len=600, max_num_seqs=12)
     crowd = Crowd(llm)

@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from fake_engine import events_of, serving
-from pagedkv import LLM, AsyncLLM, Explanation, SamplingParams
+from pagedkv import LLM, AsyncLLM, Explanation, InvalidRequest, SamplingParams
 from tiny_llm import LONG, Checkpoint, async_engine, at_rest
 
 COMPLETIONS, CHAT, EXPLAIN = "/v1/completions", "/v1/chat/completions", "/v1/cache/explain"
@@ -46,6 +46,21 @@ def test_hits_and_misses(checkpoint: Checkpoint) -> None:
     assert reset.evicted is not None
     assert reset.evicted.reason == "reset"
     assert llm.explain("no such request") is None
+
+
+def test_other_weights_have_it(checkpoint: Checkpoint) -> None:
+    llm = LLM(**checkpoint.options)
+    explained(llm, PROMPT)
+    llm.set_model_epoch(1)
+    other = explained(llm, PROMPT)
+    assert (other.verdict, other.token_index, other.cached_tokens) == ("other_epoch", 0, 0)
+    assert (other.context.before, other.context.held) == ("", None)
+    assert explained(llm, PROMPT).verdict == "hit"
+    wrong: Any
+    for wrong in (-1, 2**64, 1.5, "1", None, True):
+        with pytest.raises(InvalidRequest, match=r"model_epoch is .*allowed: an integer in"):
+            llm.set_model_epoch(wrong)
+    assert explained(llm, PROMPT).verdict == "hit"
 
 
 def test_evictions_have_a_reason_and_an_age(checkpoint: Checkpoint) -> None:

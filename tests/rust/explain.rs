@@ -131,6 +131,19 @@ fn another_salt_has_it_and_nobody_sees_whose() {
 }
 
 #[test]
+fn other_weights_have_it() {
+    let mut simulator = Simulator::new(config(64, 4));
+    let tokens = prompt(1, 22);
+    run(&mut simulator, &tokens, b"");
+    simulator.scheduler.set_model_epoch(1);
+    assert_eq!(verdict(&mut simulator, &tokens, b""), (Verdict::OtherEpoch, 0));
+    assert_eq!(verdict(&mut simulator, &tokens, b""), (Verdict::Hit, 21));
+    // What the first weights computed is still there for them.
+    simulator.scheduler.set_model_epoch(0);
+    assert_eq!(verdict(&mut simulator, &tokens, b""), (Verdict::Hit, 21));
+}
+
+#[test]
 fn what_another_request_computes_is_not_computed_yet() {
     let mut simulator = Simulator::new(CoreConfig {
         max_num_batched_tokens: 8,

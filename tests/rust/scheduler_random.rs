@@ -2,7 +2,7 @@
 
 use pagedkv::config::CoreConfig;
 use pagedkv::ids::RequestId;
-use pagedkv::sched::SamplingParams;
+use pagedkv::sched::{CachePriority, SamplingParams};
 use proptest::prelude::*;
 
 use crate::beams::{assert_answers, beams};
@@ -117,6 +117,7 @@ impl World {
         let params = SamplingParams {
             seed: u64::from(submit.seed),
             priority: submit.priority,
+            cache_priority: [CachePriority::Normal, CachePriority::Low][submit.seed as usize % 2],
             stop_token_ids: submit.stop_token.into_iter().collect(),
             ..match submit.beam_width {
                 Some(width) => beams(width, submit.max_tokens),

@@ -174,6 +174,7 @@ def _params(body: GenerationRequest) -> AnyParams:
             early_stopping=body.early_stopping,
             skip_special_tokens=body.skip_special_tokens,
             include_stop_str_in_output=body.include_stop_str_in_output,
+            cache_priority=body.cache_priority,
         )
     return SamplingParams(
         n=body.n,
@@ -190,4 +191,5 @@ def _params(body: GenerationRequest) -> AnyParams:
         logprobs=body.num_logprobs,
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=body.include_stop_str_in_output,
+        cache_priority=body.cache_priority,
     )

@@ -31,6 +31,7 @@ from pagedkv.sampling_params import (
     MAX_TEMPERATURE,
     MAX_TOKEN_ID,
     MIN_PRIORITY,
+    CachePriority,
 )
 from pagedkv.serve.errors import refuse, shown
 from pagedkv.serve.fields import refuse_unsupported, unknown_fields
@@ -179,6 +180,7 @@ class GenerationRequest(Body):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_salt: Salt | None = None
+    cache_priority: CachePriority = "normal"
     explain_cache: bool = False
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     session_id: SessionId | None = None
