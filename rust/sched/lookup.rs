@@ -52,8 +52,8 @@ impl Scheduler {
     pub fn lookup(&mut self, salt: &[u8], prompt: &[u32]) -> Lookup {
         assert!(!prompt.is_empty(), "a prompt has tokens");
         let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        let promised = self.num_promised_blocks().saturating_add(self.growth_margin());
-        let blocks_available = self.pool.num_available().saturating_sub(promised);
+        let due = self.num_due_blocks().saturating_add(self.growth_margin());
+        let blocks_available = self.pool.num_available().saturating_sub(due);
         let (num_cached_tokens, blocks_needed) =
             self.hit_and_cost(salt, prompt, prompt_len, blocks_available);
         let obstacle = if prompt_len >= self.config.max_model_len {

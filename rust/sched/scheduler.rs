@@ -11,6 +11,7 @@ use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, i
 
 use super::beam_group::BeamGroup;
 use super::beam_rows::{BeamResult, BeamRows};
+use super::budget::{Budget, Scheduled};
 use super::edge::{Edge, Shared, Submission};
 use super::explain::Explanations;
 use super::fairness::Tenants;
@@ -23,17 +24,6 @@ use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
 use super::step::{self, Ended, Part, StepHeader, Writer};
-
-/// A sequence's place in the step that is being built or in flight.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Scheduled {
-    pub(super) seq: SeqIdx,
-    /// Tokens that are computed before it.
-    pub(super) num_computed: u32,
-    pub(super) num_tokens: u32,
-    /// Rows that sample its last token: 0 for a chunk that does not reach the end.
-    pub(super) num_rows: u32,
-}
 
 /// The owner of all cache state. Plain `&mut`: one thread drives it.
 pub struct Scheduler {
@@ -500,30 +490,5 @@ impl Scheduler {
             return Some(FinishReason::Stop);
         }
         (sequence.num_generated() >= rule.max_tokens).then_some(FinishReason::Length)
-    }
-}
-
-/// What a step may still take on.
-pub(super) struct Budget {
-    pub(super) tokens: u32,
-    pub(super) rows: u32,
-}
-
-impl Budget {
-    /// The part that fits of the tokens which a sequence has beyond `num_computed`, or None where its rows do not.
-    pub(super) fn part_of(&self, seq: SeqIdx, sequence: &Sequence, num_computed: u32) -> Option<Scheduled> {
-        let num_remaining = sequence.num_alone() - num_computed;
-        let num_tokens = num_remaining.min(self.tokens);
-        let num_rows = if num_computed + num_tokens == sequence.num_tokens() {
-            sequence.num_rows()
-        } else {
-            0
-        };
-        (num_tokens > 0 && num_rows <= self.rows).then_some(Scheduled {
-            seq,
-            num_computed,
-            num_tokens,
-            num_rows,
-        })
     }
 }
