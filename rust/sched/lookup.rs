@@ -11,7 +11,7 @@ use super::scheduler::Scheduler;
 pub enum Obstacle {
     /// It and one token are longer than a sequence may be.
     TooLong,
-    /// As many sequences run as may.
+    /// As many sequences run, or will when running searches fork, as may.
     TooManySequences,
     /// Too few blocks are free or idle, besides those that running sequences are about to need.
     NotEnoughBlocks,
@@ -60,7 +60,7 @@ impl Scheduler {
             Some(Obstacle::TooLong)
         } else if self.queues.num_waiting() > 0 {
             Some(Obstacle::OthersWait)
-        } else if self.queues.num_running() >= self.config.max_num_seqs as usize {
+        } else if self.num_places() >= self.config.max_num_seqs as usize {
             Some(Obstacle::TooManySequences)
         } else {
             (blocks_needed > blocks_available).then_some(Obstacle::NotEnoughBlocks)

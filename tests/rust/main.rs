@@ -11,6 +11,7 @@
 
 mod beams;
 mod block;
+mod cache_control;
 mod cpu_kernels;
 mod edge_stress;
 mod explain;
