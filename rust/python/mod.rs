@@ -6,6 +6,7 @@ mod core;
 mod cpu;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
+mod events;
 mod explain;
 
 use pyo3::prelude::*;
@@ -23,4 +24,6 @@ mod _core {
     };
     #[pymodule_export]
     use super::edge::{Edge, InvalidRequest, QueueFull};
+    #[pymodule_export]
+    use super::events::EventReader;
 }

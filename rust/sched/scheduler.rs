@@ -13,6 +13,7 @@ use super::beam_group::BeamGroup;
 use super::beam_rows::{BeamResult, BeamRows};
 use super::budget::{Budget, Scheduled};
 use super::edge::{Edge, Shared, Submission};
+use super::events::EventQueue;
 use super::explain::Explanations;
 use super::fairness::Tenants;
 use super::hold::Holds;
@@ -23,7 +24,7 @@ use super::queues::Queues;
 use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
-use super::step::{self, Ended, Part, StepHeader, Writer};
+use super::step::{self, Ended, Part, ROW_WORDS, StepHeader, Writer};
 
 /// The owner of all cache state. Plain `&mut`: one thread drives it.
 pub struct Scheduler {
@@ -47,6 +48,10 @@ pub struct Scheduler {
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
     pub(super) ended: VecDeque<Ended>,
+    /// The section `rows` of the step in flight.
+    pub(super) rows: Vec<[i32; ROW_WORDS]>,
+    /// Where events go, if anybody reads them.
+    pub(super) events: Option<EventQueue>,
     pub(super) step_id: u64,
     pub(super) in_flight: bool,
     pub(super) stats: Stats,
@@ -84,6 +89,7 @@ impl Scheduler {
             config: config.clone(),
             hasher: pool.hasher(),
             finishes: PushChain::new(),
+            returned: PushChain::new(),
             flags: RequestFlags::new(capacity),
             parker: Parker::new(),
             stats: StatsCell::new(),
@@ -104,6 +110,8 @@ impl Scheduler {
             scheduled: Vec::new(),
             copies: Vec::new(),
             ended: VecDeque::new(),
+            rows: Vec::new(),
+            events: None,
             step_id: 0,
             in_flight: false,
             stats: Stats::default(),
@@ -153,6 +161,9 @@ impl Scheduler {
             });
         }
         self.drain();
+        if let Some(events) = &mut self.events {
+            events.flush();
+        }
         self.scheduled.clear();
         self.copies.clear();
         self.resume_beams();
@@ -171,13 +182,16 @@ impl Scheduler {
         }
         let header = self.write(arena, num_decodes);
         self.in_flight = header.num_tokens > 0;
-        if !self.in_flight {
+        let is_step = self.in_flight || header.num_ended > 0;
+        if !is_step {
             self.step_id -= 1;
+        }
+        if !self.in_flight {
             self.pool.end_step();
         }
         self.count_wasted_slots();
         self.publish_stats();
-        Ok((header.num_tokens + header.num_ended > 0).then_some(header))
+        Ok(is_step.then_some(header))
     }
 
     /// Takes the sampled token of every row, or where that belongs to a beam its candidates; `states` gets 0 or the finish
@@ -206,12 +220,12 @@ impl Scheduler {
         states.reserve(rows);
         let num_changes = self.queues.num_changes();
         let scheduled = std::mem::take(&mut self.scheduled);
-        let mut tokens = tokens;
+        let mut left = tokens;
         for part in &scheduled {
             self.stats.scheduled_tokens += u64::from(part.num_tokens);
             self.advance(*part);
-            let (sampled, rest) = tokens.split_at(part.num_rows as usize);
-            tokens = rest;
+            let (sampled, rest) = left.split_at(part.num_rows as usize);
+            left = rest;
             match *sampled {
                 [] => {}
                 [_] if self.beam_candidates(part).is_some() => {
@@ -224,6 +238,7 @@ impl Scheduler {
         }
         self.commit_beams(&rows_of_beams, candidates, states);
         self.scheduled = scheduled;
+        self.report_rows(tokens, states);
         self.end_step();
         self.stats.steps += 1;
         self.stats.generation_tokens += rows as u64;
@@ -395,7 +410,10 @@ impl Scheduler {
         for part in others.iter().map(describe) {
             writer.part(&part);
         }
-        writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
+        self.report_ended(num_ended);
+        let rows = writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
+        self.rows.clear();
+        self.rows.extend_from_slice(rows);
         self.stats.copies += self.copies.len() as u64;
         header
     }
@@ -425,55 +443,20 @@ impl Scheduler {
     }
 
     /// Appends a sampled token and ends the sequence if it was the last one.
-    fn append(&mut self, idx: SeqIdx, token: i32, states: &mut Vec<i32>) {
+    pub(super) fn append(&mut self, idx: SeqIdx, token: i32, states: &mut Vec<i32>) {
         let sequence = self.sequences.get_mut(idx);
         sequence.pending_forks = 0;
         sequence.tokens.push(token.cast_unsigned());
         self.conclude(idx, states);
     }
 
-    /// Appends the sampled tokens: the first to the sequence, the others to its forks, in the order of the rows.
-    fn append_forks(&mut self, idx: SeqIdx, sampled: &[i32], states: &mut Vec<i32>) {
-        let mut samples = Vec::with_capacity(sampled.len());
-        // All of them share the prompt before the first one can end and release it.
-        for (sample_index, &token) in (1..).zip(&sampled[1..]) {
-            samples.push(self.fork(idx, sample_index, token.cast_unsigned()));
-        }
-        self.append(idx, sampled[0], states);
-        for idx in samples {
-            self.conclude(idx, states);
-        }
-    }
-
     /// Says whether a sequence goes on after its last token, and ends it if not.
-    fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
+    pub(super) fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
         let state = self.finish_state(idx);
         states.push(state.map_or(0, |reason| reason as i32));
         if let Some(reason) = state {
             self.end_sequence(idx, reason, false);
         }
-    }
-
-    /// Adds a sample that shares every block of `parent`. Without a place to run it waits, and finds them by prefix.
-    fn fork(&mut self, parent: SeqIdx, sample_index: u32, token: u32) -> SeqIdx {
-        let has_place = self.num_places() < self.config.max_num_seqs as usize;
-        let sequence = self.sequences.get(parent);
-        let (request, tenant) = (sequence.request, sequence.tenant);
-        let mut tokens = sequence.tokens.clone();
-        tokens.push(token);
-        let table = has_place.then(|| sequence.table().fork(&mut self.pool));
-        let num_computed = if has_place { sequence.num_computed } else { 0 };
-        let mut fork = sequence.sibling(sample_index, tokens, num_computed, table);
-        fork.num_admitted_before = self.num_admitted;
-        let key = fork.key;
-        let idx = self.sequences.insert(fork);
-        if has_place {
-            self.queues.run(key, idx);
-        } else {
-            self.queues.wait(tenant, key, idx);
-        }
-        self.requests.of_mut(request).sequences.push(idx);
-        idx
     }
 
     fn finish_state(&self, idx: SeqIdx) -> Option<FinishReason> {

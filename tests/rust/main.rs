@@ -12,8 +12,10 @@
 mod beams;
 mod block;
 mod cache_control;
+mod copy_leases;
 mod cpu_kernels;
 mod edge_stress;
+mod events;
 mod explain;
 mod holds;
 mod holds_random;
