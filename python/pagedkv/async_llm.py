@@ -23,7 +23,7 @@ from pagedkv.events import StepReport
 from pagedkv.explanation import Explanation
 from pagedkv.outputs import RequestMetrics, RequestOutput, SampleChange
 from pagedkv.ranked import BeamState
-from pagedkv.request import INLINE_LEN, AnyParams, Prompt, Request, prompt_len
+from pagedkv.request import AnyParams, Prompt, Request, off_loop, prompt_len
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.streams import RequestState
 
@@ -185,7 +185,6 @@ class AsyncLLM(BaseLLM, AsyncCacheControl):
             RequestFailed: the step that computed the request raised.
         """
         check_session_arguments(session_id, session_ttl, append)
-        request: Prompt | Request = prompt
         if session_id is not None:
             request = await self.prepare_session(
                 prompt,
@@ -196,10 +195,10 @@ class AsyncLLM(BaseLLM, AsyncCacheControl):
                 salt=salt,
                 priority=priority,
             )
-        elif prompt_len(prompt) > INLINE_LEN:
-            # Meanwhile the loop goes on: a long prompt takes its time.
-            request = await asyncio.to_thread(
-                self.prepare, prompt, sampling_params, salt=salt, priority=priority
+        else:
+            request = await off_loop(
+                prompt_len(prompt),
+                lambda: self.prepare(prompt, sampling_params, salt=salt, priority=priority),
             )
         stream = self.submit(request, sampling_params, request_id, salt=salt, priority=priority)
         try:
@@ -223,7 +222,9 @@ class AsyncLLM(BaseLLM, AsyncCacheControl):
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params is of type {type(params).__name__}, allowed: BeamSearchParams")
-        request = await asyncio.to_thread(self.prepare, prompt, params, salt=salt, priority=priority)
+        request = await off_loop(
+            prompt_len(prompt), lambda: self.prepare(prompt, params, salt=salt, priority=priority)
+        )
         stream = self.submit(request, request_id=request_id)
         try:
             async for _ in stream:

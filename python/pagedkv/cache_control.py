@@ -16,7 +16,7 @@ from pagedkv import errors, holds
 from pagedkv.checks import check_int
 from pagedkv.errors import InvalidRequest
 from pagedkv.holds import CacheLookup, CacheReset, Keeping, Pin, Session
-from pagedkv.request import INLINE_LEN, Prompt, Request, prompt_len
+from pagedkv.request import Prompt, Request, off_loop, prompt_len
 from pagedkv.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class AsyncCacheControl(ABC):
             front = self._front
             return front.request(prompt, PIN_PARAMS, salt=salt, add_special_tokens=add_special_tokens)
 
-        request = await self._off_loop(prompt_len(prompt), prepared)
+        request = await off_loop(prompt_len(prompt), prepared)
         tokens = request.tokens
         return await self.ask(lambda core: holds.lookup(core, salt, tokens))
 
@@ -267,20 +267,16 @@ class AsyncCacheControl(ABC):
     async def _promised(self, prompt: Prompt | Request, params: SamplingParams, **options: Any) -> Request:
         """A request for which the core has promised room."""
         size = prompt_len(prompt)
-        keeping = await self._off_loop(size, lambda: Keeping(self._front, prompt, params, **options))
+        keeping = await off_loop(size, lambda: Keeping(self._front, prompt, params, **options))
         asked = self._future(keeping.ask)
         try:
             await asyncio.wrap_future(asked)
             # A session may be long, whatever continues it.
-            return await self._off_loop(keeping.num_tokens, keeping.request)
+            return await off_loop(keeping.num_tokens, keeping.request)
         except BaseException:
             # If the answer is still on its way, the question to take it back comes after it.
             asked.add_done_callback(lambda _: self._future(keeping.give_up))
             raise
-
-    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Does work on a prompt, in a thread if it is long: meanwhile the loop goes on."""
-        return work() if size <= INLINE_LEN else await asyncio.to_thread(work)
 
 
 @contextmanager

@@ -33,14 +33,15 @@ _EPOCH_S: Final = time.time() - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
-    """A prompt whose blocks are kept.
+class Hold:
+    """What is kept beyond its request.
 
     Attributes:
         id: its name.
-        tokens: length of the prompt.
-        blocks: cache blocks that it holds.
-        expires_at: when it ends unless it is hit before, in seconds since 1970.
+        tokens: length of the prompt of a pin; of all prompts and answers of a session.
+        blocks: cache blocks that it holds. 0 for a session after a reset of the cache: then the next request
+            computes the tokens again.
+        expires_at: when it ends unless a pin is hit, or a session used, before; in seconds since 1970.
     """
 
     id: str
@@ -49,22 +50,16 @@ class Pin:
     expires_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A conversation that is kept.
+class Pin(Hold):
+    """A prompt whose blocks are kept."""
 
-    Attributes:
-        id: its name.
-        tokens: length of its prompts and answers.
-        blocks: cache blocks that it holds. 0 after a reset of the cache: then the next request computes the
-            tokens again.
-        expires_at: when it ends unless it is used before, in seconds since 1970.
-    """
+    __slots__ = ()
 
-    id: str
-    tokens: int
-    blocks: int
-    expires_at: float
+
+class Session(Hold):
+    """A conversation that is kept."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +138,9 @@ class Keeping:
         self._name = check_name(f"{kind}_id", name)
         self._ttl_ms = ttl_ms(f"{kind}_ttl" if kind == "session" else "ttl", ttl)
         check_bool(InvalidRequest, "append", append, "True or False")
-        if params.n != 1:
-            raise InvalidRequest(f"n is {params.n} with a {kind}, allowed: 1", "n")
+        for count, value in (("n", params.n), ("best_of", params.num_samples)):
+            if value != 1:
+                raise InvalidRequest(f"{count} is {value} with a {kind}, allowed: 1", count)
         self._request: Request | None = None
         self._promise: int | None = None
         self._whole: NDArray[np.int32]

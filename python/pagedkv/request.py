@@ -3,10 +3,11 @@
 Everything is checked in the caller's thread, so that nothing reaches the engine's that could stop it.
 """
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ class TextPrompt(TypedDict):
 Prompt = str | Sequence[int] | TokensPrompt | TextPrompt
 Prompts = Prompt | Sequence[Prompt]
 AnyParams = SamplingParams | BeamSearchParams
+T = TypeVar("T")
 
 INLINE_LEN = 4096
 """Prompts up to this length, in characters or token ids, are prepared in about a millisecond."""
@@ -161,6 +163,11 @@ def prompt_len(prompt: object) -> int:
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     return len(prompt) if isinstance(prompt, Sequence) else 0
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Does work on prompts of this total length; in a thread if it is long, so that the loop goes on."""
+    return work() if size <= INLINE_LEN else await asyncio.to_thread(work)
 
 
 def split_prompts(prompts: Prompts) -> list[Prompt]:

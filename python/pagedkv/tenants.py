@@ -45,7 +45,8 @@ class Tenant:
     Attributes:
         name: what metrics call it. The salt and the key are secrets and are shown nowhere.
         cache_salt: the salt that its requests bring, or
-        api_key: the key that they come with; a server accepts it. Exactly one of the two is given.
+        api_key: the key that they come with; a server accepts it, and refuses tenants with a salt beside it.
+            Exactly one of the two is given.
         min_blocks: as long as no more than so many of its blocks are cached, they are evicted only where
             nobody else has an idle block. The sum of all tenants must fit the pool.
         eviction_weight: how fast its idle blocks age beside those of others: with 2 they are evicted as if

@@ -6,10 +6,11 @@ use std::collections::HashSet;
 
 use crate::block::{BlockTable, PrefixHit};
 
+use super::budget::{Budget, Scheduled};
 use super::explain::Admission;
 use super::holding::namespace;
 use super::policy::{self, MAX_DEFERRALS, MAX_PASSED};
-use super::scheduler::{Budget, Scheduled, Scheduler};
+use super::scheduler::Scheduler;
 use super::slab::SeqIdx;
 
 /// What came of looking at a waiting sequence.
@@ -25,7 +26,7 @@ enum Outcome {
 struct Round {
     hit: PrefixHit,
     /// Blocks that are as good as taken.
-    promised: u32,
+    due: u32,
     /// Chain hashes of the blocks that this step fills.
     in_flight: HashSet<u64>,
     /// Candidates that were not admitted.
@@ -40,7 +41,7 @@ impl Scheduler {
         }
         let mut round = Round {
             hit: std::mem::take(&mut self.hit),
-            promised: self.num_promised_blocks(),
+            due: self.num_due_blocks(),
             in_flight: self
                 .scheduled
                 .iter()
@@ -58,7 +59,7 @@ impl Scheduler {
                     self.push_part(part, budget);
                     self.num_admitted += 1;
                     let sequence = self.sequences.get(idx);
-                    round.promised += self.num_missing_blocks(idx) + self.num_blocks_of_other_beams(sequence);
+                    round.due += self.num_missing_blocks(idx) + self.num_blocks_of_other_beams(sequence);
                     round.in_flight.extend(self.hashes_filled_by(&part));
                 }
                 // What becomes free is kept for it.
@@ -100,7 +101,7 @@ impl Scheduler {
     }
 
     /// Blocks that running sequences need for tokens which they know already: they are as good as taken.
-    pub(super) fn num_promised_blocks(&self) -> u32 {
+    pub(super) fn num_due_blocks(&self) -> u32 {
         let of_sequences: u32 = self
             .queues
             .running()
@@ -115,7 +116,7 @@ impl Scheduler {
                 }
             })
             .sum();
-        of_sequences + self.num_blocks_promised_to_beams()
+        of_sequences + self.num_blocks_due_to_beams()
     }
 
     /// Blocks that a sequence's known tokens need beyond its table.
@@ -235,7 +236,7 @@ impl Scheduler {
     fn usable_hit(&self, idx: SeqIdx, table: &BlockTable, round: &Round) -> Option<u32> {
         let sequence = self.sequences.get(idx);
         let (num_tokens, num_alone) = (sequence.num_tokens(), sequence.num_alone());
-        let num_reserved = u64::from(round.promised) + u64::from(self.num_blocks_of_other_beams(sequence));
+        let num_reserved = u64::from(round.due) + u64::from(self.num_blocks_of_other_beams(sequence));
         let margin = u64::from(self.growth_margin());
         let num_available = u64::from(self.pool.num_available());
         self.hit_choices(&round.hit, num_alone)

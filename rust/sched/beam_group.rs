@@ -9,8 +9,9 @@ use crate::block::BlockTable;
 use crate::ids::{BlockId, RequestId};
 
 use super::beam_search::BeamSearch;
+use super::budget::{Budget, Scheduled};
 use super::request::SamplingParams;
-use super::scheduler::{Budget, Scheduled, Scheduler};
+use super::scheduler::Scheduler;
 use super::sequence::Sequence;
 use super::slab::SeqIdx;
 
@@ -72,7 +73,7 @@ impl Scheduler {
     }
 
     /// Blocks that running groups need beyond those of their sequences: they are as good as taken.
-    pub(super) fn num_blocks_promised_to_beams(&self) -> u32 {
+    pub(super) fn num_blocks_due_to_beams(&self) -> u32 {
         self.running_groups()
             .map(|(leader, _)| self.num_blocks_of_other_beams(leader))
             .sum()

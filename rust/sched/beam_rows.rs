@@ -9,8 +9,9 @@ use crate::ids::RequestId;
 
 use super::beam_group::BeamGroup;
 use super::beam_search::{Candidates, Continuation, Hypothesis};
+use super::budget::Scheduled;
 use super::request::FinishReason;
-use super::scheduler::{Scheduled, Scheduler};
+use super::scheduler::Scheduler;
 use super::slab::SeqIdx;
 
 /// The candidates of every row of a beam that a step sampled, `per_row` of each one after another, the likeliest first.

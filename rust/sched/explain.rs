@@ -146,14 +146,14 @@ fn narrow(len: usize) -> u32 {
     u32::try_from(len).expect("a prompt is no longer than max_model_len")
 }
 
-/// What was found of the prompt elsewhere.
-struct Verdicts {
+/// What was found out about the place where a prompt's known part ends.
+struct Finding {
     verdict: Verdict,
     held: Vec<u32>,
     evicted: Option<(u64, Removal)>,
 }
 
-impl From<Verdict> for Verdicts {
+impl From<Verdict> for Finding {
     fn from(verdict: Verdict) -> Self {
         Self {
             verdict,
@@ -243,7 +243,7 @@ impl Explanations {
         } else {
             pool.block_size() as usize + 1
         };
-        let Verdicts {
+        let Finding {
             verdict,
             held,
             evicted,
@@ -269,14 +269,17 @@ impl Explanations {
 
     /// Why a prompt of which `known` tokens are in the index was not found any further. `beyond`: what the index
     /// has there instead.
-    fn judge(&self, pool: &BlockPool, admission: &Admission<'_>, known: usize, beyond: &[u32]) -> Verdicts {
+    fn judge(&self, pool: &BlockPool, admission: &Admission<'_>, known: usize, beyond: &[u32]) -> Finding {
         let Admission { tokens, hit, .. } = *admission;
         let recent = self.most_common(admission, known);
         let ghost = hit
             .hashes
             .get(hit.num_full as usize)
             .and_then(|&hash| pool.evicted(hash));
-        let age = |at_ms: u64| pool.now_ms().saturating_sub(at_ms);
+        let given_up = |evicted: Evicted| Finding {
+            evicted: Some((pool.now_ms().saturating_sub(evicted.at_ms), evicted.reason)),
+            ..Verdict::Evicted.into()
+        };
         if let Some((recent, common)) = recent
             && common > known.max(LEAST_COMMON - 1)
         {
@@ -284,23 +287,16 @@ impl Explanations {
                 return Verdict::NotComputedYet.into();
             };
             if num_computed as usize > known {
-                let evicted = ghost.unwrap_or_else(|| gone(pool, recent.ended_at_ms));
-                return Verdicts {
-                    evicted: Some((age(evicted.at_ms), evicted.reason)),
-                    ..Verdict::Evicted.into()
-                };
+                return given_up(ghost.unwrap_or_else(|| gone(pool, recent.ended_at_ms)));
             }
         }
         if let Some(ghost) = ghost {
-            return Verdicts {
-                evicted: Some((age(ghost.at_ms), ghost.reason)),
-                ..Verdict::Evicted.into()
-            };
+            return given_up(ghost);
         }
         if known >= LEAST_COMMON {
             let lost = recent.map_or(&[][..], |(recent, common)| &recent.tokens[common..]);
             let held = if beyond.is_empty() { lost } else { beyond };
-            return Verdicts {
+            return Finding {
                 held: shown(held),
                 // What ends where the match does holds nothing else.
                 ..if held.is_empty() {
@@ -312,12 +308,12 @@ impl Explanations {
             };
         }
         let own = self.first_block(admission);
-        let known = self.first_blocks[self.place_of(own.tokens)];
-        if known.tokens != own.tokens || known == own || tokens.is_empty() {
+        let last = self.first_blocks[self.place_of(own.tokens)];
+        if last.tokens != own.tokens || last == own || tokens.is_empty() {
             Verdict::NeverSeen.into()
-        } else if known.model_epoch != own.model_epoch {
+        } else if last.model_epoch != own.model_epoch {
             Verdict::OtherEpoch.into()
-        } else if known.adapter != own.adapter {
+        } else if last.adapter != own.adapter {
             Verdict::OtherAdapter.into()
         } else {
             Verdict::OtherSalt.into()

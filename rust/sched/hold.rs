@@ -13,53 +13,13 @@ use crate::block::{BlockPool, BlockTable};
 use crate::error::HoldError;
 use crate::ids::{BlockId, RequestId};
 
+use super::held_blocks::HeldBlocks;
+use super::hold_key::{HoldKey, HoldKind, HoldView};
+
 /// Pins and sessions, and those that are being made, at most. Forks of a session cost no blocks, but memory.
 pub(super) const MAX_HOLDS: usize = 16_384;
 /// A promise that no request has taken up by then is broken: whoever opened it is gone.
 const PROMISE_TTL_MS: u64 = 600_000;
-
-/// What kind of thing is kept.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum HoldKind {
-    /// The blocks of a prompt.
-    Pin,
-    /// The tokens of a conversation, and those of its blocks that are still there.
-    Session,
-}
-
-impl HoldKind {
-    /// What users call it.
-    pub const fn noun(self) -> &'static str {
-        match self {
-            Self::Pin => "pin",
-            Self::Session => "session",
-        }
-    }
-}
-
-/// A hold's name. Every tenant has its own.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct HoldKey {
-    /// The tenant.
-    pub salt: Vec<u8>,
-    /// Pins and sessions of the same name have nothing to do with each other.
-    pub kind: HoldKind,
-    /// The name that the tenant chose.
-    pub name: String,
-}
-
-/// A hold as its owner sees it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct HoldView {
-    /// The name that the tenant chose.
-    pub name: String,
-    /// Tokens of the prompt, or of the conversation.
-    pub num_tokens: u32,
-    /// Blocks that are held for it.
-    pub num_blocks: u32,
-    /// When it ends unless it is used, in told time.
-    pub expires_at_ms: u64,
-}
 
 /// Something that is kept.
 #[derive(Debug)]
@@ -124,10 +84,7 @@ pub(super) struct Holds {
     pins_by_first: HashMap<BlockId, Vec<u64>>,
     num_pins: usize,
     promises: BTreeMap<u64, Promise>,
-    /// How many holds have each block.
-    num_holders: Vec<u32>,
-    /// Blocks that any hold has.
-    num_held: u32,
+    blocks: HeldBlocks,
     /// Blocks set aside by promises.
     num_promised: u32,
     /// Numbers given to holds and promises so far.
@@ -145,8 +102,7 @@ impl Holds {
             pins_by_first: HashMap::new(),
             num_pins: 0,
             promises: BTreeMap::new(),
-            num_holders: vec![0; num_blocks as usize + 1],
-            num_held: 0,
+            blocks: HeldBlocks::new(num_blocks),
             num_promised: 0,
             last_number: 0,
         }
@@ -156,8 +112,9 @@ impl Holds {
         self.budget
     }
 
-    pub(super) const fn num_held(&self) -> u32 {
-        self.num_held
+    /// Which blocks are held.
+    pub(super) const fn blocks(&self) -> &HeldBlocks {
+        &self.blocks
     }
 
     pub(super) const fn num_promised(&self) -> u32 {
@@ -170,15 +127,6 @@ impl Holds {
 
     pub(super) fn num_sessions(&self) -> usize {
         self.by_number.len() - self.num_pins
-    }
-
-    pub(super) fn is_held(&self, block: BlockId) -> bool {
-        self.num_holders[block.index()] > 0
-    }
-
-    /// Whether one hold alone has the block, so that it would be nobody's without it.
-    pub(super) fn is_held_once(&self, block: BlockId) -> bool {
-        self.num_holders[block.index()] == 1
     }
 
     pub(super) fn get(&self, key: &HoldKey) -> Option<&Hold> {
@@ -224,14 +172,13 @@ impl Holds {
         block_size: u32,
     ) -> Result<u64, HoldError> {
         self.require_place()?;
-        let left = self.budget - self.num_held - self.num_promised;
-        if num_blocks > left {
+        if num_blocks > self.num_left() {
             return Err(HoldError::OverBudget {
                 noun: key.kind.noun(),
                 needed: num_blocks,
                 block_size,
                 budget: self.budget,
-                held: self.num_held,
+                held: self.blocks.len(),
                 promised: self.num_promised,
             });
         }
@@ -298,9 +245,16 @@ impl Holds {
 
     /// Whether the blocks of a table fit beside those that are held and promised.
     pub(super) fn has_room_for(&self, table: &BlockTable) -> bool {
-        let new = table.blocks().iter().filter(|&&block| !self.is_held(block));
-        let num_new = u32::try_from(new.count()).expect("tables are short");
-        self.num_held + self.num_promised + num_new <= self.budget
+        let new = table
+            .blocks()
+            .iter()
+            .filter(|&&block| !self.blocks.contains(block));
+        u32::try_from(new.count()).expect("tables are short") <= self.num_left()
+    }
+
+    /// Blocks of the budget that are neither held nor promised.
+    const fn num_left(&self) -> u32 {
+        self.budget - self.blocks.len() - self.num_promised
     }
 
     /// Adds a hold under a name that is free, for its time to live from now on.
@@ -310,17 +264,14 @@ impl Holds {
         hold.expires_at_ms = self.now_ms + hold.ttl_ms;
         self.by_expiry.insert((hold.expires_at_ms, number));
         self.by_key.insert(hold.key.clone(), number);
-        for &block in hold.blocks() {
-            self.num_holders[block.index()] += 1;
-            self.num_held += u32::from(self.num_holders[block.index()] == 1);
-        }
+        self.blocks.add(hold.blocks());
         self.num_pins += usize::from(hold.key.kind == HoldKind::Pin);
         if let (HoldKind::Pin, Some(&first)) = (hold.key.kind, hold.blocks().first()) {
             self.pins_by_first.entry(first).or_default().push(number);
         }
         self.by_number.insert(number, hold);
         assert!(
-            self.num_held + self.num_promised <= self.budget,
+            self.blocks.len() + self.num_promised <= self.budget,
             "holds keep to their budget"
         );
     }
@@ -359,10 +310,7 @@ impl Holds {
                 self.pins_by_first.remove(first);
             }
         }
-        for &block in table.blocks() {
-            self.num_holders[block.index()] -= 1;
-            self.num_held -= u32::from(self.num_holders[block.index()] == 0);
-        }
+        self.blocks.remove(table.blocks());
         table.release(pool);
     }
 
@@ -385,10 +333,7 @@ impl Holds {
             let before = table.blocks().to_vec();
             table.truncate(pool, hold.num_computed);
             table.publish_tail(pool, &hold.tokens, hold.num_computed);
-            for &block in &before[table.blocks().len()..] {
-                self.num_holders[block.index()] -= 1;
-                self.num_held -= u32::from(self.num_holders[block.index()] == 0);
-            }
+            self.blocks.remove(&before[table.blocks().len()..]);
         }
     }
 
@@ -473,12 +418,8 @@ impl Holds {
 
     /// Checks that the counts, the orders and the budget are right. Blocks and references are the scheduler's matter.
     pub(super) fn check(&self, block_size: u32) -> Result<(), String> {
-        let mut num_holders = vec![0; self.num_holders.len()];
         for (number, hold) in &self.by_number {
             let name = (hold.key.kind, &hold.key.name);
-            for block in hold.blocks() {
-                num_holders[block.index()] += 1;
-            }
             if self.by_key.get(&hold.key) != Some(number)
                 || !self.by_expiry.contains(&(hold.expires_at_ms, *number))
             {
@@ -512,16 +453,13 @@ impl Holds {
                 self.by_number.len()
             ));
         }
-        let num_held = num_holders.iter().filter(|&&holders| holders > 0).count();
+        self.blocks.check(self.iter().map(Hold::blocks))?;
         let num_promised: u32 = self.promises.values().map(|promise| promise.num_blocks).sum();
-        if num_holders != self.num_holders
-            || num_held != self.num_held as usize
-            || num_promised != self.num_promised
-            || self.num_held + self.num_promised > self.budget
-        {
+        let num_held = self.blocks.len();
+        if num_promised != self.num_promised || num_held + num_promised > self.budget {
             return Err(format!(
-                "{num_held} blocks are held and {num_promised} promised, counted as {} and {}, of {}",
-                self.num_held, self.num_promised, self.budget
+                "{num_held} blocks are held and {num_promised} promised, counted as {}, of {}",
+                self.num_promised, self.budget
             ));
         }
         Ok(())

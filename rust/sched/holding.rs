@@ -4,7 +4,8 @@
 use crate::block::{BlockTable, Namespace, PrefixHit};
 use crate::error::HoldError;
 
-use super::hold::{Hold, HoldKey, HoldKind, HoldView, Promise};
+use super::hold::{Hold, Promise};
+use super::hold_key::{HoldKey, HoldKind, HoldView};
 use super::request::FinishReason;
 use super::scheduler::Scheduler;
 use super::sequence::Sequence;
@@ -208,9 +209,9 @@ impl Scheduler {
         // A block of which only the beginning matches is copied, not shared.
         hit.blocks.truncate(hit.num_full as usize);
         let mut counted: Vec<_> = hit.blocks;
-        counted.retain(|&block| self.holds.is_held(block));
+        counted.retain(|&block| self.holds.blocks().contains(block));
         if let Some(table) = self.holds.get(key).and_then(|hold| hold.table.as_ref()) {
-            let own = |&block: &_| self.holds.is_held_once(block) && !counted.contains(&block);
+            let own = |&block: &_| self.holds.blocks().is_held_once(block) && !counted.contains(&block);
             let own: Vec<_> = table.blocks().iter().copied().filter(own).collect();
             counted.extend(own);
         }

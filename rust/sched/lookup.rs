@@ -11,7 +11,7 @@ use super::scheduler::Scheduler;
 pub enum Obstacle {
     /// It and one token are longer than a sequence may be.
     TooLong,
-    /// As many sequences run as may.
+    /// As many sequences run, or will when running searches fork, as may.
     TooManySequences,
     /// Too few blocks are free or idle, besides those that running sequences are about to need.
     NotEnoughBlocks,
@@ -52,15 +52,15 @@ impl Scheduler {
     pub fn lookup(&mut self, salt: &[u8], prompt: &[u32]) -> Lookup {
         assert!(!prompt.is_empty(), "a prompt has tokens");
         let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        let promised = self.num_promised_blocks().saturating_add(self.growth_margin());
-        let blocks_available = self.pool.num_available().saturating_sub(promised);
+        let due = self.num_due_blocks().saturating_add(self.growth_margin());
+        let blocks_available = self.pool.num_available().saturating_sub(due);
         let (num_cached_tokens, blocks_needed) =
             self.hit_and_cost(salt, prompt, prompt_len, blocks_available);
         let obstacle = if prompt_len >= self.config.max_model_len {
             Some(Obstacle::TooLong)
         } else if self.queues.num_waiting() > 0 {
             Some(Obstacle::OthersWait)
-        } else if self.queues.num_running() >= self.config.max_num_seqs as usize {
+        } else if self.num_places() >= self.config.max_num_seqs as usize {
             Some(Obstacle::TooManySequences)
         } else {
             (blocks_needed > blocks_available).then_some(Obstacle::NotEnoughBlocks)

@@ -85,7 +85,7 @@ impl Scheduler {
 
     /// Blocks that pins and sessions hold.
     pub const fn num_pinned_blocks(&self) -> u32 {
-        self.holds.num_held()
+        self.holds.blocks().len()
     }
 
     pub(super) fn publish_stats(&mut self) {
@@ -97,7 +97,7 @@ impl Scheduler {
         self.stats.blocks_idle = self.pool.num_idle().into();
         self.stats.blocks_owned = self.pool.num_owned().into();
         self.stats.blocks_fenced = self.pool.num_fenced().into();
-        self.stats.blocks_pinned = self.holds.num_held().into();
+        self.stats.blocks_pinned = self.holds.blocks().len().into();
         self.stats.blocks_promised = self.holds.num_promised().into();
         self.stats.blocks_pin_budget = self.holds.budget().into();
         self.stats.num_pins = self.holds.num_pins() as u64;

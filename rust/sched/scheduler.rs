@@ -11,6 +11,7 @@ use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, i
 
 use super::beam_group::BeamGroup;
 use super::beam_rows::{BeamResult, BeamRows};
+use super::budget::{Budget, Scheduled};
 use super::edge::{Edge, Shared, Submission};
 use super::events::EventQueue;
 use super::explain::Explanations;
@@ -24,17 +25,6 @@ use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
 use super::step::{self, Ended, Part, ROW_WORDS, StepHeader, Writer};
-
-/// A sequence's place in the step that is being built or in flight.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Scheduled {
-    pub(super) seq: SeqIdx,
-    /// Tokens that are computed before it.
-    pub(super) num_computed: u32,
-    pub(super) num_tokens: u32,
-    /// Rows that sample its last token: 0 for a chunk that does not reach the end.
-    pub(super) num_rows: u32,
-}
 
 /// The owner of all cache state. Plain `&mut`: one thread drives it.
 pub struct Scheduler {
@@ -453,55 +443,20 @@ impl Scheduler {
     }
 
     /// Appends a sampled token and ends the sequence if it was the last one.
-    fn append(&mut self, idx: SeqIdx, token: i32, states: &mut Vec<i32>) {
+    pub(super) fn append(&mut self, idx: SeqIdx, token: i32, states: &mut Vec<i32>) {
         let sequence = self.sequences.get_mut(idx);
         sequence.pending_forks = 0;
         sequence.tokens.push(token.cast_unsigned());
         self.conclude(idx, states);
     }
 
-    /// Appends the sampled tokens: the first to the sequence, the others to its forks, in the order of the rows.
-    fn append_forks(&mut self, idx: SeqIdx, sampled: &[i32], states: &mut Vec<i32>) {
-        let mut samples = Vec::with_capacity(sampled.len());
-        // All of them share the prompt before the first one can end and release it.
-        for (sample_index, &token) in (1..).zip(&sampled[1..]) {
-            samples.push(self.fork(idx, sample_index, token.cast_unsigned()));
-        }
-        self.append(idx, sampled[0], states);
-        for idx in samples {
-            self.conclude(idx, states);
-        }
-    }
-
     /// Says whether a sequence goes on after its last token, and ends it if not.
-    fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
+    pub(super) fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
         let state = self.finish_state(idx);
         states.push(state.map_or(0, |reason| reason as i32));
         if let Some(reason) = state {
             self.end_sequence(idx, reason, false);
         }
-    }
-
-    /// Adds a sample that shares every block of `parent`. Without a place to run it waits, and finds them by prefix.
-    fn fork(&mut self, parent: SeqIdx, sample_index: u32, token: u32) -> SeqIdx {
-        let has_place = self.num_places() < self.config.max_num_seqs as usize;
-        let sequence = self.sequences.get(parent);
-        let (request, tenant) = (sequence.request, sequence.tenant);
-        let mut tokens = sequence.tokens.clone();
-        tokens.push(token);
-        let table = has_place.then(|| sequence.table().fork(&mut self.pool));
-        let num_computed = if has_place { sequence.num_computed } else { 0 };
-        let mut fork = sequence.sibling(sample_index, tokens, num_computed, table);
-        fork.num_admitted_before = self.num_admitted;
-        let key = fork.key;
-        let idx = self.sequences.insert(fork);
-        if has_place {
-            self.queues.run(key, idx);
-        } else {
-            self.queues.wait(tenant, key, idx);
-        }
-        self.requests.of_mut(request).sequences.push(idx);
-        idx
     }
 
     fn finish_state(&self, idx: SeqIdx) -> Option<FinishReason> {
@@ -518,30 +473,5 @@ impl Scheduler {
             return Some(FinishReason::Stop);
         }
         (sequence.num_generated() >= rule.max_tokens).then_some(FinishReason::Length)
-    }
-}
-
-/// What a step may still take on.
-pub(super) struct Budget {
-    pub(super) tokens: u32,
-    pub(super) rows: u32,
-}
-
-impl Budget {
-    /// The part that fits of the tokens which a sequence has beyond `num_computed`, or None where its rows do not.
-    pub(super) fn part_of(&self, seq: SeqIdx, sequence: &Sequence, num_computed: u32) -> Option<Scheduled> {
-        let num_remaining = sequence.num_alone() - num_computed;
-        let num_tokens = num_remaining.min(self.tokens);
-        let num_rows = if num_computed + num_tokens == sequence.num_tokens() {
-            sequence.num_rows()
-        } else {
-            0
-        };
-        (num_tokens > 0 && num_rows <= self.rows).then_some(Scheduled {
-            seq,
-            num_computed,
-            num_tokens,
-            num_rows,
-        })
     }
 }

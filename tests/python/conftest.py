@@ -1,4 +1,4 @@
-"""Fixtures of several modules: the tiny checkpoint, the answers that it should give, an engine on it."""
+"""Fixtures of several modules: the tiny checkpoint, the answers that it should give, engines, a client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 import torch
+from aiohttp.test_utils import TestClient
 
+from fake_engine import serving
 from pagedkv import LLM, AsyncLLM
 from tiny_llm import (
     NUM_TOKENS,
@@ -57,3 +59,19 @@ async def async_llm(shared_async_llm: AsyncLLM) -> AsyncIterator[AsyncLLM]:
     """A served engine that the tests of a module share; each leaves it at rest."""
     yield shared_async_llm
     await at_rest(shared_async_llm)
+
+
+@pytest_asyncio.fixture
+async def engine(checkpoint: Checkpoint) -> AsyncIterator[AsyncLLM]:
+    """An engine that must be at rest when the test is over."""
+    async with AsyncLLM(**checkpoint.options, seed=7) as llm:
+        yield llm
+        if llm.is_alive:
+            await at_rest(llm)
+
+
+@pytest_asyncio.fixture
+async def client(engine: AsyncLLM) -> AsyncIterator[TestClient]:
+    """A client of a server around `engine`, which a module may replace by one of its own."""
+    async with serving(engine, keeps_engine=True) as client:
+        yield client

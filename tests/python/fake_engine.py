@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
 from pagedkv.config import EngineConfig
@@ -279,6 +280,17 @@ async def serving(
         app.on_shutdown.clear()
     async with TestClient(TestServer(app)) as client:
         yield client
+
+
+async def answer_of(response: ClientResponse, status: int = 200) -> dict[str, Any]:
+    """The object in a response, which must have this status."""
+    assert response.status == status, await response.text()
+    return dict(await response.json())
+
+
+async def post(client: TestClient, path: str, headers: Any = None, **fields: Any) -> dict[str, Any]:
+    """The object that answers a body with these fields."""
+    return await answer_of(await client.post(path, json=fields, headers=headers))
 
 
 def events_of(body: bytes) -> list[dict[str, Any]]:

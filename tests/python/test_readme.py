@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.config import EngineConfig
+from pagedkv.serve.command import api_keys
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ADDRESS = "127.0.0.1:8000"
@@ -153,3 +156,10 @@ def test_every_make_target_named_exists() -> None:
     for document in documents:
         named = re.findall(r"(?:`|^)make ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
         assert set(named) <= targets, document.name
+
+
+def test_the_tenants_are_accepted() -> None:
+    tenants = EngineConfig(tenants=json.loads(snippet("json", "min_blocks")))
+    keys, are_tenants = api_keys([], tenants)
+    assert len(keys) == 2
+    assert are_tenants

@@ -2,17 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from aiohttp.test_utils import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from fake_engine import events_of, serving
+from fake_engine import events_of, post
 from pagedkv import AsyncLLM, SamplingParams
 from tiny_llm import Checkpoint, at_rest
 
@@ -20,27 +18,6 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = [{"role": "user", "content": "the cat sat on"}]
 CAPTURED = Path(__file__).parents[1] / "data" / "client_requests.jsonl"
-
-
-@pytest_asyncio.fixture
-async def engine(checkpoint: Checkpoint) -> AsyncIterator[AsyncLLM]:
-    """An engine that must be at rest when the test is over."""
-    async with AsyncLLM(**checkpoint.options, seed=7) as llm:
-        yield llm
-        if llm.is_alive:
-            await at_rest(llm)
-
-
-@pytest_asyncio.fixture
-async def client(engine: AsyncLLM) -> AsyncIterator[TestClient]:
-    async with serving(engine, keeps_engine=True) as client:
-        yield client
-
-
-async def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
-    response = await client.post(path, json=fields)
-    assert response.status == 200, await response.text()
-    return dict(await response.json())
 
 
 async def streamed(client: TestClient, path: str, **fields: Any) -> dict[int, str]:

@@ -1,39 +1,17 @@
 """Several answers to a prompt over HTTP: drawn ones, the best of many, and those of a beam search."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp.test_utils import TestClient
 
-from fake_engine import events_of, serving
+from fake_engine import events_of, post
 from pagedkv import AsyncLLM, BeamSearchParams, SamplingParams
-from tiny_llm import Checkpoint, at_rest, last, prompts
+from tiny_llm import last, prompts
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = [{"role": "user", "content": "the cat sat on"}]
-
-
-@pytest_asyncio.fixture
-async def engine(checkpoint: Checkpoint) -> AsyncIterator[AsyncLLM]:
-    """An engine that must be at rest when the test is over."""
-    async with AsyncLLM(**checkpoint.options, seed=7) as llm:
-        yield llm
-        await at_rest(llm)
-
-
-@pytest_asyncio.fixture
-async def client(engine: AsyncLLM) -> AsyncIterator[TestClient]:
-    async with serving(engine, keeps_engine=True) as client:
-        yield client
-
-
-async def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
-    response = await client.post(path, json=fields)
-    assert response.status == 200, await response.text()
-    return dict(await response.json())
 
 
 async def refused(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import pytest_asyncio
 from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient
 
-from fake_engine import serving
+from fake_engine import answer_of, post, serving
 from pagedkv import AsyncLLM
 from test_serve_metrics import samples_of
-from tiny_llm import Checkpoint, async_engine, at_rest
+from tiny_llm import Checkpoint, at_rest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -28,16 +28,10 @@ LONG = {"temperature": 0, "max_tokens": 6000, "ignore_eos": True}
 TENANT = {"x-cache-salt": "mine"}
 
 
-@pytest.fixture(scope="module")
-def shared(checkpoint: Checkpoint) -> Any:
-    llm = async_engine(checkpoint)
-    yield llm
-    asyncio.run(llm.shutdown())
-
-
 @pytest_asyncio.fixture
-async def engine(shared: AsyncLLM) -> AsyncIterator[AsyncLLM]:
+async def engine(shared_async_llm: AsyncLLM) -> AsyncIterator[AsyncLLM]:
     """An engine of which every test leaves nothing behind."""
+    shared = shared_async_llm
     await shared.reset_prefix_cache()
     yield shared
     for salt in (b"", b"mine", b"other"):
@@ -46,21 +40,6 @@ async def engine(shared: AsyncLLM) -> AsyncIterator[AsyncLLM]:
         for pin in await shared.pins(salt=salt):
             await shared.unpin(pin.id, salt=salt)
     await at_rest(shared)
-
-
-@pytest_asyncio.fixture
-async def client(engine: AsyncLLM) -> AsyncIterator[TestClient]:
-    async with serving(engine, keeps_engine=True) as client:
-        yield client
-
-
-async def answer_of(response: ClientResponse, status: int = 200) -> dict[str, Any]:
-    assert response.status == status, await response.text()
-    return dict(await response.json())
-
-
-async def post(client: TestClient, path: str, headers: Any = None, **fields: Any) -> dict[str, Any]:
-    return await answer_of(await client.post(path, json=fields, headers=headers))
 
 
 async def refused(response: ClientResponse, status: int) -> dict[str, Any]:

@@ -73,6 +73,10 @@ def test_session_without_a_name_is_refused(llm: LLM) -> None:
         ({"session_id": "s", "session_ttl": True}, "session_ttl is True"),
         ({"session_id": "s", "append": 1}, "append is 1, allowed: True or False"),
         ({"session_id": "s", "sampling_params": SamplingParams(n=2)}, "n is 2 with a session, allowed: 1"),
+        (
+            {"session_id": "s", "sampling_params": SamplingParams(best_of=2)},
+            "best_of is 2 with a session, allowed: 1",
+        ),
         ({"session_id": "s", "prompts": ["a", "b"]}, "session_id with 2 prompts, allowed: one"),
     ],
 )

@@ -12,6 +12,7 @@
 
 mod beams;
 mod block;
+mod cache_control;
 mod cache_priority;
 mod copy_leases;
 mod cpu_kernels;

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
+from pagedkv.bench.plot import svg
 from pagedkv.bench.sharing import Outcome
 
 _LEFT, _TOP, _WIDTH = 230, 28, 330
@@ -42,9 +43,4 @@ def sharing(outcomes: Sequence[Outcome]) -> str:
         for measure, title in _MEASURES:
             parts += _panel(of_group, measure, f"{group}: {title}", top)
             top += len(of_group) * (_BAR + _GAP) + _PANEL_GAP
-    width, height = _LEFT + _WIDTH + 70, top - _PANEL_GAP + 16
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}"'
-        ' font-family="sans-serif" font-size="12">'
-    )
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])
+    return svg(_LEFT + _WIDTH + 70, top - _PANEL_GAP + 16, parts)

@@ -33,19 +33,24 @@ def _panel(outcome: Outcome, top: float, label: str) -> list[str]:
     ]
 
 
+def svg(width: float, height: float, parts: Sequence[str]) -> str:
+    """A document of this size, in pixels, on white."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}"'
+        ' font-family="sans-serif" font-size="12">'
+    )
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])
+
+
 def blocks_in_use(outcomes: Sequence[Outcome], label: str) -> str:
     """An SVG document with one panel for each replay; `label` names the unit of the horizontal axis."""
     height = _TOP + len(outcomes) * (_HEIGHT + _GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height + 16}"'
-        ' font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
+    parts = []
     for number, outcome in enumerate(outcomes):
         parts += _panel(outcome, _TOP + number * (_HEIGHT + _GAP), label)
     legend = " ".join(
         f'<tspan fill="{_COLORS[kind]}">{text}</tspan>'
         for kind, text in (("owned", "held by requests"), ("idle", "held or idle"))
     )
-    parts += [f'<text x="{_LEFT}" y="{height}">{legend}</text>', "</svg>", ""]
-    return "\n".join(parts)
+    parts.append(f'<text x="{_LEFT}" y="{height}">{legend}</text>')
+    return svg(_LEFT + _WIDTH + 20, height + 16, parts)

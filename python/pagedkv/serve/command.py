@@ -79,11 +79,19 @@ def parser() -> argparse.ArgumentParser:
 def api_keys(given: Sequence[str], config: EngineConfig) -> tuple[tuple[str, ...], bool]:
     """The keys that are accepted, those of the tenants among them, and whether they tell tenants apart.
 
-    A single key does not: everybody has it.
+    A single key does not: everybody has it. Raises ValueError for a tenant that nobody could be: where
+    keys tell tenants apart, no request comes with a salt alone.
     """
     of_tenants = [tenant.api_key for tenant in config.named_tenants if tenant.api_key is not None]
     keys = tuple(dict.fromkeys([*given, *of_tenants]))
-    return keys, len(keys) > 1 or bool(of_tenants)
+    are_tenants = len(keys) > 1 or bool(of_tenants)
+    unreachable = [tenant.name for tenant in config.named_tenants if tenant.cache_salt is not None]
+    if are_tenants and unreachable:
+        raise ValueError(
+            f"tenants: {unreachable[0]!r} has a cache_salt, allowed: an api_key for every tenant where API "
+            "keys tell tenants apart"
+        )
+    return keys, are_tenants
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -195,6 +203,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = engine_config.from_cli(options)
+        keys, are_tenants = api_keys(options.api_key or [], config)
     except ValueError as error:
         command_line.error(str(error))
     try:
@@ -202,7 +211,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
             engine = load_engine(config)
             names = tuple(options.served_model_name or [engine.model_name])
             root = config.model or engine.model_name
-            keys, are_tenants = api_keys(options.api_key or [], config)
             serve_options = ServeOptions(names, root, options.strict, keys, are_tenants)
             asyncio.run(serve(build_app(engine, serve_options), options.host, bound))
     except StartError as error:

@@ -4,7 +4,6 @@ The engine's own checks say what is wrong; here it is said in the words of the e
 pass before the first one is submitted, so that one bad entry refuses the body as a whole.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 from pagedkv.beam_search import BeamSearchParams
 from pagedkv.cache_control import PIN_PARAMS
 from pagedkv.errors import InvalidRequest
-from pagedkv.request import INLINE_LEN, AnyParams, Request
+from pagedkv.request import AnyParams, Request, off_loop
 from pagedkv.sampling_params import SamplingParams
 from pagedkv.serve.cache_bodies import PromptBody
 from pagedkv.serve.errors import from_invalid, refuse
@@ -94,11 +93,11 @@ async def prompt_request(served: Served, body: PromptBody, salt: bytes) -> Reque
         try:
             return served.engine.prepare(prompt, PIN_PARAMS, salt=salt, add_special_tokens=special)
         except InvalidRequest as error:
-            names = {"prompt": "messages", "max_tokens": "messages"} if body.prompt is None else {}
-            raise from_invalid(error, {"max_tokens": "prompt", **names}) from error
+            field = "messages" if body.prompt is None else "prompt"
+            raise from_invalid(error, {"prompt": field, "max_tokens": field}) from error
 
     num_chars = sum(len(turn["content"]) for turn in turns) + sum(map(len, body.prompt or ()))
-    return prepare() if num_chars <= INLINE_LEN else await asyncio.to_thread(prepare)
+    return await off_loop(num_chars, prepare)
 
 
 async def _appended(served: Served, body: CompletionRequest, params: AnyParams, salt: bytes) -> Request:
@@ -135,13 +134,13 @@ async def _kept(served: Served, body: GenerationRequest, requests: list[Request]
 async def _prepared(
     prepare: Callable[[], list[Request]], body: GenerationRequest, prompt_len: int
 ) -> list[Request]:
-    """Runs `prepare`; where there is much to do in a thread, so that the event loop goes on.
+    """Runs `prepare`, off the event loop where there is much to do.
 
     The tokenizer lets go of the interpreter (`Tokenizer.encode`), and Python code gives way to others itself.
     """
     arrival_time = time.monotonic()
     num_chars = prompt_len + sum(map(len, body.stop))
-    requests = prepare() if num_chars <= INLINE_LEN else await asyncio.to_thread(prepare)
+    requests = await off_loop(num_chars, prepare)
     for request in requests:
         # The client waits for the tokenizer as well.
         request.arrival_time = arrival_time
@@ -154,14 +153,8 @@ def _in_words_of(body: GenerationRequest, prompt_param: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise from_invalid(
-            error,
-            {
-                "prompt": prompt_param,
-                "max_tokens": body.token_limit_field,
-                "beam_width": "n",
-            },
-        ) from error
+        names = {"prompt": prompt_param, "max_tokens": body.token_limit_field, "beam_width": "n"}
+        raise from_invalid(error, names) from error
 
 
 def _params(body: GenerationRequest) -> AnyParams:
