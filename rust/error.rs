@@ -148,6 +148,11 @@ pub enum HoldError {
         /// How many there may be.
         most: usize,
     },
+    /// They have too many tokens together, blocks or no blocks.
+    TooManyTokens {
+        /// How many they may have before another one is made.
+        most: usize,
+    },
     /// It cannot be: the message names the field, the value and what is allowed.
     Invalid(String),
 }
@@ -178,6 +183,10 @@ impl fmt::Display for HoldError {
             Self::TooMany { most } => {
                 write!(f, "there are {most} pins and sessions, as many as there may be")
             }
+            Self::TooManyTokens { most } => write!(
+                f,
+                "pins and sessions have {most} tokens and more together, as many as they may have"
+            ),
             Self::Invalid(message) => f.write_str(message),
         }
     }

@@ -34,9 +34,10 @@ pub(super) fn to_error(error: &HoldError) -> PyErr {
     match error {
         HoldError::NotFound { .. } => NotFound::new_err(message),
         HoldError::Busy { .. } | HoldError::Exists { .. } => Conflict::new_err(message),
-        HoldError::OverBudget { .. } | HoldError::TooMany { .. } | HoldError::Invalid(_) => {
-            InvalidRequest::new_err(message)
-        }
+        HoldError::OverBudget { .. }
+        | HoldError::TooMany { .. }
+        | HoldError::TooManyTokens { .. }
+        | HoldError::Invalid(_) => InvalidRequest::new_err(message),
     }
 }
 

@@ -18,6 +18,9 @@ use super::hold_key::{HoldKey, HoldKind, HoldView};
 
 /// Pins and sessions, and those that are being made, at most. Forks of a session cost no blocks, but memory.
 pub(super) const MAX_HOLDS: usize = 16_384;
+/// Tokens of all pins and sessions, 256 MiB of them, from which on no other one is promised. The budget of blocks does not
+/// bound them where prefix caching is off, or after a reset, which leaves sessions their tokens alone.
+const MAX_TOKENS: usize = 1 << 26;
 /// A promise that no request has taken up by then is broken: whoever opened it is gone.
 const PROMISE_TTL_MS: u64 = 600_000;
 
@@ -87,6 +90,9 @@ pub(super) struct Holds {
     blocks: HeldBlocks,
     /// Blocks set aside by promises.
     num_promised: u32,
+    /// Tokens that are kept; what forks share counts once.
+    num_tokens: usize,
+    max_tokens: usize,
     /// Numbers given to holds and promises so far.
     last_number: u64,
 }
@@ -104,6 +110,8 @@ impl Holds {
             promises: BTreeMap::new(),
             blocks: HeldBlocks::new(num_blocks),
             num_promised: 0,
+            num_tokens: 0,
+            max_tokens: MAX_TOKENS,
             last_number: 0,
         }
     }
@@ -163,7 +171,7 @@ impl Holds {
     /// Sets blocks aside for a hold to come. Returns the promise's number.
     ///
     /// # Errors
-    /// `OverBudget` and `TooMany`; nothing has changed then.
+    /// `OverBudget`, `TooMany` and `TooManyTokens`; nothing has changed then.
     pub(super) fn promise(
         &mut self,
         key: HoldKey,
@@ -172,6 +180,11 @@ impl Holds {
         block_size: u32,
     ) -> Result<u64, HoldError> {
         self.require_place()?;
+        if self.num_tokens >= self.max_tokens {
+            return Err(HoldError::TooManyTokens {
+                most: self.max_tokens,
+            });
+        }
         if num_blocks > self.num_left() {
             return Err(HoldError::OverBudget {
                 noun: key.kind.noun(),
@@ -262,6 +275,10 @@ impl Holds {
         assert!(!self.by_key.contains_key(&hold.key), "the name is free");
         let number = self.next_number();
         hold.expires_at_ms = self.now_ms + hold.ttl_ms;
+        // Those of a fork are in its session already.
+        if Arc::strong_count(&hold.tokens) == 1 {
+            self.num_tokens += hold.tokens.len();
+        }
         self.by_expiry.insert((hold.expires_at_ms, number));
         self.by_key.insert(hold.key.clone(), number);
         self.blocks.add(hold.blocks());
@@ -291,6 +308,9 @@ impl Holds {
         self.release_blocks(pool, number);
         self.by_key.remove(key);
         let hold = self.by_number.remove(&number).expect("a key names a hold");
+        if Arc::strong_count(&hold.tokens) == 1 {
+            self.num_tokens -= hold.tokens.len();
+        }
         self.by_expiry.remove(&(hold.expires_at_ms, number));
         self.num_pins -= usize::from(hold.key.kind == HoldKind::Pin);
         Some(hold)
@@ -325,7 +345,11 @@ impl Holds {
             if num_kept as usize >= hold.tokens.len() {
                 continue;
             }
+            if Arc::strong_count(&hold.tokens) == 1 {
+                self.num_tokens -= hold.tokens.len();
+            }
             hold.tokens = hold.tokens[..num_kept as usize].into();
+            self.num_tokens += hold.tokens.len();
             hold.num_computed = hold.num_computed.min(num_kept);
             let Some(table) = hold.table.as_mut() else {
                 continue;
@@ -445,6 +469,19 @@ impl Holds {
                 return Err(format!("{name:?} is continued by nobody"));
             }
         }
+        let kept: HashMap<_, _> = self
+            .by_number
+            .values()
+            .map(|hold| (hold.tokens.as_ptr(), hold.tokens.len()))
+            .filter(|&(_, len)| len > 0)
+            .collect();
+        let num_kept: usize = kept.values().sum();
+        if num_kept != self.num_tokens {
+            return Err(format!(
+                "{num_kept} tokens are held, counted as {}",
+                self.num_tokens
+            ));
+        }
         let num_listed: usize = self.pins_by_first.values().map(Vec::len).sum();
         let sizes = [self.by_key.len(), self.by_expiry.len()];
         if sizes != [self.by_number.len(); 2] || num_listed != self.num_pins {
@@ -463,5 +500,63 @@ impl Holds {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(name: &str) -> HoldKey {
+        HoldKey {
+            salt: Vec::new(),
+            kind: HoldKind::Session,
+            name: name.to_owned(),
+        }
+    }
+
+    #[test]
+    fn tokens_without_blocks_are_bounded_and_forks_are_free() {
+        let mut pool = BlockPool::new(crate::block::PoolConfig {
+            num_blocks: 4,
+            block_size: 4,
+            prefix_caching: false,
+            partial_matching: true,
+            eviction: crate::block::Eviction::Lru,
+            hash_key: [1, 2, 3, 4],
+        });
+        let mut holds = Holds::new(0, 4);
+        holds.max_tokens = 20;
+        let session = |name: &str, tokens: Arc<[u32]>| Hold {
+            key: key(name),
+            tokens,
+            table: None,
+            num_computed: 0,
+            answer_to: Some((RequestId(7), 3)),
+            ttl_ms: 1000,
+            expires_at_ms: 0,
+            appending: None,
+        };
+        for name in ["a", "b"] {
+            assert!(holds.promise(key(name), 1000, 0, 4).is_ok());
+            holds.insert(session(name, vec![5; 10].into()));
+            let tokens = holds.get(&key(name)).unwrap().tokens.clone();
+            holds.insert(session(&format!("fork of {name}"), tokens));
+            holds.check(4).unwrap();
+        }
+        assert_eq!(holds.num_tokens, 20);
+        let refused = holds.promise(key("c"), 1000, 0, 4);
+        assert_eq!(refused, Err(HoldError::TooManyTokens { most: 20 }));
+        holds.delete(&mut pool, &key("a"));
+        assert_eq!(holds.num_tokens, 20, "the fork has them");
+        holds.delete(&mut pool, &key("fork of a"));
+        holds.check(4).unwrap();
+        assert!(holds.promise(key("c"), 1000, 0, 4).is_ok());
+        holds.shorten_answer(&mut pool, RequestId(7), 1);
+        holds.check(4).unwrap();
+        assert_eq!(holds.num_tokens, 8, "cut apart");
+        holds.set_time(&mut pool, 1000);
+        holds.check(4).unwrap();
+        assert_eq!(holds.num_tokens, 0);
     }
 }

@@ -50,7 +50,7 @@ impl Scheduler {
     /// request has to bring in `SamplingParams::promise`, and the whole prompt.
     ///
     /// # Errors
-    /// `NotFound` and `Busy` of a session that is to be continued; `OverBudget`, `TooMany`, `Invalid`.
+    /// `NotFound` and `Busy` of a session that is to be continued; `OverBudget`, `TooMany`, `TooManyTokens`, `Invalid`.
     pub fn promise_hold(&mut self, request: HoldRequest<'_>) -> Result<(u64, Vec<u32>), HoldError> {
         self.take_news();
         let HoldRequest {
