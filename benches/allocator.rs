@@ -5,7 +5,7 @@
 //! counts. `mutex_vec` locks once for a whole batch; `treiber` (32-bit index, 32-bit tag against ABA) and
 //! `array_queue` (crossbeam) work block by block.
 //!
-//! `evict` takes blocks of a pool in which all are idle, in an order that scatters them, in batches of 16 and 256.
+//! `evict` takes blocks of a pool in which all are idle, as prompts whose blocks are scattered, in batches of 16 and 256.
 //!
 //! Expected: the pool at 2 to 4 ns a block for a single one and below 3 ns in batches, the others several times
 //! that, and an eviction below 100 ns.
@@ -14,7 +14,7 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use crossbeam_queue::ArrayQueue;
-use pagedkv::block::{BlockPool, Eviction, Parent, PoolConfig};
+use pagedkv::block::{BlockPool, Eviction, Parent, PoolConfig, RootId};
 use pagedkv::ids::BlockId;
 use std::hint::black_box;
 use std::sync::Mutex;
@@ -163,38 +163,37 @@ fn allocate_release(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// A pool in which every block is idle. The blocks went idle in an order that scatters them over the pool, and each
-/// follows one of a thousand first blocks.
-fn idle_pool(num_blocks: u32) -> BlockPool {
-    let mut pool = pool(num_blocks);
-    let root = pool.root(b"");
-    let mut blocks: Vec<BlockId> = (0..num_blocks)
-        .map(|_| pool.allocate().expect("the pool has room"))
-        .collect();
-    let mut parents = Vec::new();
-    for (token, &block) in (0..).zip(&blocks) {
-        let parent = if token < 1000 {
-            parents.push(block);
-            Parent::Root(root)
-        } else {
-            Parent::Block(parents[token as usize % 1000])
-        };
+/// Blocks of a prompt in the bench of evictions.
+const CHAIN_LEN: usize = 16;
+
+/// Publishes blocks as one prompt that nobody else's begins like, and lets go of them, tail first.
+fn publish_chain(pool: &mut BlockPool, root: RootId, blocks: &[BlockId], token: u32) {
+    let mut parent = Parent::Root(root);
+    for &block in blocks {
         let hash = pool.chain_hash(parent, &[token; 16]);
         pool.publish(block, parent, hash, &[token; 16]);
+        parent = Parent::Block(block);
     }
-    // A stride that shares no factor with the number of children; the parents come last.
-    let num_children = blocks.len() - 1000;
-    let stride = (num_children * 5 / 13..num_children)
-        .find(|stride| gcd(*stride, num_children) == 1)
+    pool.release_all(blocks.iter().rev().copied());
+}
+
+/// A pool in which every block is idle, as prompts whose blocks are scattered over the pool.
+fn idle_pool(num_blocks: u32) -> (BlockPool, RootId) {
+    let mut pool = pool(num_blocks);
+    let root = pool.root(b"");
+    let mut blocks = Vec::new();
+    pool.allocate_into(num_blocks as usize, &mut blocks);
+    // A stride that shares no factor with their number.
+    let stride = (blocks.len() * 5 / 13..blocks.len())
+        .find(|stride| gcd(*stride, blocks.len()) == 1)
         .expect("one is near");
-    let parents = blocks.drain(..1000).collect::<Vec<_>>();
-    for idx in 0..num_children {
-        pool.release(blocks[idx * stride % num_children]);
+    let scattered: Vec<BlockId> = (0..blocks.len())
+        .map(|idx| blocks[idx * stride % blocks.len()])
+        .collect();
+    for (token, chain) in (0..).zip(scattered.chunks(CHAIN_LEN)) {
+        publish_chain(&mut pool, root, chain, token);
     }
-    for block in parents {
-        pool.release(block);
-    }
-    pool
+    (pool, root)
 }
 
 fn gcd(a: usize, b: usize) -> usize {
@@ -208,8 +207,7 @@ fn evict(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("evict");
     group.throughput(Throughput::Elements(1));
     for num_blocks in [4096, 65_536, 1_048_576] {
-        let mut pool = idle_pool(num_blocks);
-        let root = pool.root(b"");
+        let (mut pool, root) = idle_pool(num_blocks);
         let mut token = num_blocks;
         let mut taken: Vec<BlockId> = Vec::new();
         for batch in [16, 256] {
@@ -227,12 +225,11 @@ fn evict(criterion: &mut Criterion) {
                         );
                         elapsed += start.elapsed();
                         num_left -= num_taken;
-                        for block in taken.drain(..) {
+                        for chain in taken.chunks(CHAIN_LEN) {
                             token = token.wrapping_add(1);
-                            let hash = pool.chain_hash(Parent::Root(root), &[token; 16]);
-                            pool.publish(block, Parent::Root(root), hash, &[token; 16]);
-                            pool.release(block);
+                            publish_chain(&mut pool, root, chain, token);
                         }
+                        taken.clear();
                     }
                     elapsed
                 });

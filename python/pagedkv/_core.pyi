@@ -16,6 +16,7 @@ __all__ = [
     "Conflict",
     "Core",
     "Edge",
+    "EventReader",
     "InvalidRequest",
     "NotFound",
     "PackedLinear",
@@ -130,6 +131,15 @@ class Core:
 
         Each: generated tokens, sum of their log-probabilities, score, 1 (stop) or 2 (length).
         """
+    def open_events(self) -> EventReader:
+        """Starts to report what steps bring about, to one reader. Raises RuntimeError if there is one."""
+
+    def has_delivered(self, step_id: int) -> bool:
+        """Whether the reader can take all events of the steps up to `step_id`.
+
+        If not, it is slow and some wait for room. They move on with the next `schedule`, for which the reader
+        ends `Edge.wait` when it has made room.
+        """
     def fail_step(self) -> None:
         """Ends every request of the step in flight; `schedule` reports them as ended (reason 4, error)."""
     def snapshot(self) -> dict[str, Any]:
@@ -200,6 +210,13 @@ class Core:
         self, salt: bytes, name: str, new_name: str, ttl_ms: int | None = None
     ) -> tuple[str, int, int, int]:
         """Gives a session a second name, under which it goes on by itself. Raises NotFound or Conflict."""
+
+@final
+class EventReader:
+    """What steps brought about, in the order in which it happened. For one thread at a time."""
+
+    def take(self, step_id: int) -> list[tuple[int, int, int, int, int, int]]:
+        """Takes the events of the steps up to `step_id`: `pagedkv.events.Event`."""
 
 @final
 class Edge:

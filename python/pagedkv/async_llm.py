@@ -19,7 +19,7 @@ from pagedkv.beam_search import BeamSearchOutput, BeamSearchParams
 from pagedkv.cache_control import AsyncCacheControl, check_session_arguments
 from pagedkv.engine import Engine, EngineThread
 from pagedkv.errors import EngineDead
-from pagedkv.events import StepEvents
+from pagedkv.events import StepReport
 from pagedkv.explanation import Explanation
 from pagedkv.outputs import RequestMetrics, RequestOutput, SampleChange
 from pagedkv.ranked import BeamState
@@ -118,7 +118,7 @@ class AsyncLLM(BaseLLM, AsyncCacheControl):
     """
 
     def _start(self, engine: Engine) -> None:
-        self._edge = engine.edge
+        self._edge, self._events = engine.edge, engine.events
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[int, Stream] = {}
         self._thread = EngineThread(engine, self._post, self._died)
@@ -390,21 +390,21 @@ class AsyncLLM(BaseLLM, AsyncCacheControl):
                 del self._streams[state.core_id]
             stream.wake()
 
-    def _apply(self, events: StepEvents) -> None:
-        self._wake(self._front.streams.apply(events))
+    def _apply(self, report: StepReport) -> None:
+        self._wake(self._front.streams.apply(report, self._events.take(report.step_id)))
 
     def _fail_all(self) -> None:
         self._wake(self._front.streams.fail_all(self._death))
 
     # The two below are called on the engine's thread.
 
-    def _post(self, events: StepEvents) -> None:
+    def _post(self, report: StepReport) -> None:
         try:
             assert self._loop is not None, "requests come from a loop"
-            self._loop.call_soon_threadsafe(self._apply, events)
+            self._loop.call_soon_threadsafe(self._apply, report)
         except RuntimeError:
             # The loop was closed under its requests: nobody will read them.
-            for core_id in set(events.request_ids):
+            for core_id, *_ in self._events.take(report.step_id):
                 self._edge.abort(core_id)
 
     def _died(self, reason: BaseException) -> None:

@@ -3,7 +3,8 @@
 `rust/sched/step.rs` defines the layout. Word 0 is the version, word 1 the number of sections, then come
 (offset, length) in words for each section. Sections are found through that directory only, so a section may
 be added without moving the others. The runner builds one `StepBatch` a step, which the model and the
-operations read; the engine reads the sections for the host, "rows" and "ended", through `arena_section`.
+operations read. The sections for the host, "rows" and "ended", say what the core's events say as well;
+whoever drives a core alone reads them through `arena_section`.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """The engine: steps of schedule, forward and commit, and the thread that takes them.
 
 `Engine` has no thread of its own: `LLM` calls `step` itself. `EngineThread` calls it in a loop for `AsyncLLM`
-and is the only thread that touches the core then. What a step brought about leaves as one `StepEvents`, plain
-data.
+and is the only thread that touches the core then. What a step brought about leaves through the core's ring of
+events, row by row, and a `StepReport` says that it is there.
 """
 
 import logging
@@ -16,13 +16,9 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pagedkv._core import Core
-from pagedkv.batch import arena_section
 from pagedkv.errors import EngineDead
-from pagedkv.events import ERROR, BeamAnswer, StepEvents
+from pagedkv.events import BeamAnswer, StepReport
 from pagedkv.holds import told_ms
 from pagedkv.runner import ModelRunner
 
@@ -38,11 +34,17 @@ SWITCH_INTERVAL_S: Final = 1e-4
 
 
 class Engine:
-    """One core and one model runner. Not thread-safe."""
+    """One core and one model runner. Not thread-safe, but for `events`, which belong to their reader.
+
+    Attributes:
+        events: what the steps brought about.
+        last_error: what the last step that failed raised.
+    """
 
     def __init__(self, core: Core, runner: ModelRunner) -> None:
         self.core = core
         self.edge = core.edge
+        self.events = core.open_events()
         self.runner = runner
         self.last_error: Exception | None = None
         self._process_id = os.getpid()
@@ -56,7 +58,7 @@ class Engine:
         if os.getpid() != self._process_id:
             raise EngineDead("the engine was loaded before a fork; load it in the process that uses it")
 
-    def step(self) -> StepEvents | None:
+    def step(self) -> StepReport | None:
         """Takes one step. None: there was nothing to do.
 
         A forward pass that raises costs the requests of its step, which the next step reports as ended, and
@@ -67,9 +69,9 @@ class Engine:
         header = self.core.schedule(self._arena)
         if header is None:
             return None
-        events = self._events_before_forward(started)
+        report = StepReport(header.step_id, header.num_ended, None, self.last_error, started, started)
         if header.num_tokens == 0:
-            return events
+            return report
         try:
             result = self.runner.run(header, self._arena)
         except BaseException as error:
@@ -79,20 +81,17 @@ class Engine:
             logger.exception("step %d failed; its requests end with an error", header.step_id)
             self.last_error = error
             self.runner.probe()
-            return events
-        rows = arena_section(self._arena, "rows")
-        events.request_ids, events.sample_idxs = _request_ids(rows), rows[:, 2].tolist()
-        events.num_cached_tokens = rows[:, 3].tolist()
-        events.states = self.core.commit(header.step_id, result.tokens, result.candidates).tolist()
+            return report
+        self.core.commit(header.step_id, result.tokens, result.candidates)
         if header.num_beam_rows:
-            events.answers = [
+            report.answers = [
                 (core_id, [BeamAnswer(*answer) for answer in answers])
                 for core_id, answers in self.core.take_beams()
             ]
-        events.token_ids = result.tokens.tolist()
-        events.logprobs = result.logprobs
-        events.finished_s = time.monotonic()
-        return events
+        report.num_events += header.num_rows
+        report.logprobs = result.logprobs
+        report.finished_s = time.monotonic()
+        return report
 
     def ask(self, question: Callable[[Core], T]) -> T:
         """Has the core, which hears the time first, answer a question between two steps."""
@@ -103,37 +102,26 @@ class Engine:
         """Brings the core to rest after everything in flight was aborted, also if a step was cut short."""
         with suppress(RuntimeError):  # Usually no step is in flight.
             self.core.fail_step()
-        while self.step() is not None:
-            pass
-
-    def _events_before_forward(self, started: float) -> StepEvents:
-        ended = arena_section(self._arena, "ended")
-        triples = list(zip(_request_ids(ended), ended[:, 2].tolist(), ended[:, 3].tolist(), strict=True))
-        error = None
-        if any(reason == ERROR for _, _, reason in triples):
-            error = f"{type(self.last_error).__name__}: {self.last_error}"
-        return StepEvents([], [], [], [], [], None, triples, [], error, started, started)
-
-
-def _request_ids(rows: NDArray[np.int32]) -> list[int]:
-    """The 64-bit ids in the first two columns of four, low word first."""
-    ids: list[int] = rows.view("<u8")[:, 0].tolist()
-    return ids
+        while (report := self.step()) is not None:
+            self.events.take(report.step_id)
 
 
 class EngineThread:
     """The thread that steps an engine, and what other threads may ask of it.
 
-    `post` gets the events of every step that has some; `died` is called once, with the reason, if the thread
-    ends for any other cause than `stop`. Both are called on the engine's thread and must return at once.
+    `post` gets the report of every step that has events, once all of them can be taken; `died` is called
+    once, with the reason, if the thread ends for any other cause than `stop`. Both are called on the engine's
+    thread and must return at once.
     """
 
     def __init__(
-        self, engine: Engine, post: Callable[[StepEvents], None], died: Callable[[BaseException], None]
+        self, engine: Engine, post: Callable[[StepReport], None], died: Callable[[BaseException], None]
     ) -> None:
         self._engine = engine
         self._post = post
         self._died = died
+        # Those whose events wait for room in the ring, because the reader is slow.
+        self._reports: deque[StepReport] = deque()
         self._questions: deque[tuple[Callable[[Core], Any], Future[Any]]] = deque()
         self._stopping = False
         self._ended = False
@@ -189,16 +177,17 @@ class EngineThread:
             while not self._stopping:
                 self._note_beat()
                 self._answer_questions()
-                events = self._engine.step()
-                if events is None:
+                report = self._engine.step()
+                if report is not None and report.num_events:
+                    self._reports.append(report)
+                self._post_delivered()
+                if report is None:
                     if unchecked:
                         self._check_invariants()
                     unchecked = False
                     self._engine.edge.wait(IDLE_WAIT_S)
                     continue
                 unchecked = True
-                if events.request_ids or events.ended:
-                    self._post(events)
             reason: BaseException = EngineDead("the engine was shut down")
         except BaseException as error:
             # A panic of the core arrives as a BaseException. Whatever it is, every stream has to hear of it.
@@ -207,6 +196,10 @@ class EngineThread:
         self._ended = True
         self._refuse_questions()
         self._died(reason)
+
+    def _post_delivered(self) -> None:
+        while self._reports and self._engine.core.has_delivered(self._reports[0].step_id):
+            self._post(self._reports.popleft())
 
     def _note_beat(self) -> None:
         self._beat = time.monotonic()

@@ -1,17 +1,23 @@
 """What a step brought about, as plain data: what the engine sends to the caller's side.
 
-`Engine` makes it, `Streams` reads it; neither needs the other, and this module needs no torch.
+The core reports events through a ring, and `Engine` says with a `StepReport` that those of a step are there.
+`Streams` reads both; neither needs the other, and this module needs no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-# States of a row after a commit, and reasons of a sequence that ended outside one.
+# States of a sample after an event.
 RUNNING: Final = 0
 STOP: Final = 1
 LENGTH: Final = 2
 ABORT: Final = 3
 ERROR: Final = 4
+
+# What happened to one sample: the core's id of its request, row of the step, sample index, token id, state,
+# prompt tokens that were found in the cache. Row and token are -1 where a sequence ended outside a commit.
+Event = tuple[int, int, int, int, int, int]
+NO_TOKEN: Final = -1
 
 
 @dataclass(slots=True)
@@ -42,31 +48,23 @@ class BeamAnswer:
 
 
 @dataclass(slots=True)
-class StepEvents:
-    """What one step brought about. The first lists have one entry per sampled row.
+class StepReport:
+    """Announces the events of a step, and says what they have in common.
 
     Attributes:
-        request_ids: the core's ids.
-        sample_idxs: which of the request's n samples.
-        num_cached_tokens: prompt tokens that were found in the cache.
-        token_ids: what was sampled.
-        states: RUNNING, STOP or LENGTH. Tokens and states of the rows of beams mean nothing.
+        step_id: the core's number of the step; no other report has the same.
+        num_events: how many there are.
         logprobs: of the rows that asked, by row.
-        ended: (request id, sample index, reason) of sequences that ended outside a commit.
-        answers: of the beam searches that ended, by the core's id of the request.
-        error: why the step before failed, where a reason is ERROR.
+        error: what the last step that failed raised, for events whose state is ERROR.
         started_s: when the step began, in seconds of `time.monotonic`.
         finished_s: when it was committed.
+        answers: of the beam searches that ended, by the core's id of the request.
     """
 
-    request_ids: list[int]
-    sample_idxs: list[int]
-    num_cached_tokens: list[int]
-    token_ids: list[int]
-    states: list[int]
+    step_id: int
+    num_events: int
     logprobs: RowLogprobs | None
-    ended: list[tuple[int, int, int]]
-    answers: list[tuple[int, list[BeamAnswer]]]
-    error: str | None
+    error: Exception | None
     started_s: float
     finished_s: float
+    answers: list[tuple[int, list[BeamAnswer]]] = field(default_factory=list)

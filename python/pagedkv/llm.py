@@ -216,11 +216,11 @@ class LLM(BaseLLM, CacheControl):
 
     def _step(self) -> int:
         """Takes a step and returns how many requests ended by it."""
-        events = self._engine.step()
-        if events is None:
+        report = self._engine.step()
+        if report is None:
             raise RuntimeError(f"nothing runs although {len(self._front.streams)} requests are in flight")
         num_ended = 0
-        for state in self._front.streams.apply(events):
+        for state in self._front.streams.apply(report, self._engine.events.take(report.step_id)):
             if state.error is not None:
                 raise state.error from self._engine.last_error
             num_ended += state.finished

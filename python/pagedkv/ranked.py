@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagedkv.beam_search import BeamSearchOutput, BeamSearchSequence
-from pagedkv.events import STOP, BeamAnswer, StepEvents
+from pagedkv.events import STOP, BeamAnswer, Event, StepReport
 from pagedkv.outputs import FinishReason, RequestOutput
 from pagedkv.streams import RequestState, SampleState
 
@@ -69,9 +69,9 @@ class BeamState(RequestState):
         """The answers, the best first. None before the end."""
         return self.samples if self.finished else []
 
-    def add_token(self, events: StepEvents, row: int) -> int | None:
+    def add_token(self, report: StepReport, event: Event) -> int | None:
         """Takes note of the time; the rows of a search are no answers yet."""
-        self._note_token(events, row)
+        self._note_token(report, event[5])
         return None
 
     def add_answers(self, answers: list[BeamAnswer]) -> None:

@@ -6,12 +6,12 @@ the engine never sees it. `Streams` holds the states in flight and brings the ev
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pagedkv._core import Edge
 from pagedkv.errors import RequestFailed
-from pagedkv.events import ERROR, RUNNING, STOP, BeamAnswer, RowLogprobs, StepEvents
+from pagedkv.events import ERROR, NO_TOKEN, RUNNING, STOP, BeamAnswer, Event, RowLogprobs, StepReport
 from pagedkv.outputs import (
     CompletionOutput,
     FinishReason,
@@ -171,23 +171,23 @@ class RequestState:
         """Whether no answer goes on, because all have ended or the request failed."""
         return self.error is not None or all(sample.finish_reason is not None for sample in self.samples)
 
-    def add_token(self, events: StepEvents, row: int) -> int | None:
+    def add_token(self, report: StepReport, event: Event) -> int | None:
         """Appends the token that was sampled in a row of a step.
 
         Returns:
             The length at which the core should end the sample, because a stop string is complete there and
             the core does not know; None otherwise.
         """
-        sample, state = self.samples[events.sample_idxs[row]], events.states[row]
+        _, row, sample_idx, token_id, state, num_cached_tokens = event
+        sample = self.samples[sample_idx]
         if self.error is not None or sample.finish_reason is not None:
             # It was computed before the core heard of the end.
             return None
-        token_id = events.token_ids[row]
-        self._note_token(events, row)
+        self._note_token(report, num_cached_tokens)
         sample.token_ids.append(token_id)
         if sample.logprobs is not None:
-            assert events.logprobs is not None, "the runner gives log-probabilities to every row that asked"
-            entry = self._token_logprobs(token_id, row, events.logprobs)
+            assert report.logprobs is not None, "the runner gives log-probabilities to every row that asked"
+            entry = self._token_logprobs(token_id, row, report.logprobs)
             sample.logprobs.append(entry)
             sample.text_offsets.append(sample.text.offset_of(token_id))
             sample.cumulative_logprob += entry[token_id].logprob
@@ -210,12 +210,13 @@ class RequestState:
         """Takes the answers of a beam search."""
         raise RuntimeError(f"{len(answers)} answers of a beam search came for a request that asked for none")
 
-    def end(self, sample_idx: int, reason: int, error: str | None) -> None:
+    def end(self, sample_idx: int, reason: int, error: Exception | None) -> None:
         """Takes note that the core ended a sample by itself: it was aborted, or its step failed."""
         if self.error is not None:
             return
         if reason == ERROR:
-            self.fail(RequestFailed(f"the step that computed this request failed: {error}"))
+            cause = f"{type(error).__name__}: {error}"
+            self.fail(RequestFailed(f"the step that computed this request failed: {cause}"))
         elif self.samples[sample_idx].finish_reason is None:
             self.samples[sample_idx].finish("abort")
 
@@ -251,12 +252,12 @@ class RequestState:
             metrics=self.metrics,
         )
 
-    def _note_token(self, events: StepEvents, row: int) -> None:
+    def _note_token(self, report: StepReport, num_cached_tokens: int) -> None:
         metrics = self.metrics
         if metrics.first_token_time is None:
-            metrics.first_scheduled_time, metrics.first_token_time = events.started_s, events.finished_s
-            self.num_cached_tokens = events.num_cached_tokens[row]
-        metrics.last_token_time = events.finished_s
+            metrics.first_scheduled_time, metrics.first_token_time = report.started_s, report.finished_s
+            self.num_cached_tokens = num_cached_tokens
+        metrics.last_token_time = report.finished_s
 
     def _token_logprobs(self, token_id: int, row: int, logprobs: RowLogprobs) -> TokenLogprobs:
         """One generated token's log-probabilities: its own first, then those of the most likely tokens."""
@@ -306,7 +307,7 @@ class Streams:
             state.fail(error())
         return states
 
-    def apply(self, events: StepEvents) -> list[RequestState]:
+    def apply(self, report: StepReport, events: Sequence[Event]) -> list[RequestState]:
         """Brings a step's events to their requests and returns those that changed, each once.
 
         What a request does not show before its end counts as a change only then. Requests that ended by this
@@ -314,33 +315,32 @@ class Streams:
         end, and are dropped.
         """
         changed: dict[int, RequestState] = {}
-        for row, core_id in enumerate(events.request_ids):
+        for event in events:
+            core_id, _, sample_idx, token_id, reason, _ = event
             state = self._states.get(core_id)
             if state is None:
                 continue
             changed[core_id] = state
+            if token_id == NO_TOKEN:
+                state.end(sample_idx, reason, report.error)
+                continue
             try:
-                end_at = state.add_token(events, row)
+                end_at = state.add_token(report, event)
             except Exception as error:
                 self._fail(state, error)
                 continue
             if end_at is not None:
-                self._edge.finish(core_id, events.sample_idxs[row], end_at)
-        for core_id, answers in events.answers:
+                self._edge.finish(core_id, sample_idx, end_at)
+        for core_id, answers in report.answers:
             if (state := self._states.get(core_id)) is None:
                 continue
             try:
                 state.add_answers(answers)
             except Exception as error:
                 self._fail(state, error)
-        for core_id, sample_idx, reason in events.ended:
-            state = self._states.get(core_id)
-            if state is not None:
-                state.end(sample_idx, reason, events.error)
-                changed[core_id] = state
         for core_id, state in changed.items():
             if state.finished:
-                state.metrics.finished_time = events.finished_s
+                state.metrics.finished_time = report.finished_s
                 del self._states[core_id]
         return [state for state in changed.values() if state.grows or state.finished]
 

@@ -169,24 +169,35 @@ impl BlockPool {
             self.retire(block);
             return;
         }
-        // Its parent may have become idle while it was fenced. It must be evicted before that parent, and so it
-        // takes the parent's place, age and class; of a fenced chain, the first one goes first.
+        // Its parents may have become idle while it was fenced. It must be evicted before them, and so it takes the
+        // place, age and class of the nearest one; of a fenced chain, the first one goes first. Parents that a copy
+        // of another thread still reads take the class, and their place when they come back.
         let mut chain = vec![block];
-        while let Some(Parent::Block(parent)) = self.parent(chain[chain.len() - 1])
-            && !self.is_held(parent)
+        let mut above = self.parent(block);
+        while let Some(Parent::Block(parent)) = above
+            && self.index.nodes[parent.index()].num_tables == 0
             && !self.idle.contains(parent)
         {
             chain.push(parent);
+            above = self.parent(parent);
         }
+        let mut nearest = match above {
+            Some(Parent::Block(parent)) if self.idle.contains(parent) => Some(parent),
+            _ => None,
+        };
         for &block in chain.iter().rev() {
-            match self.parent(block) {
-                Some(Parent::Block(parent)) if self.idle.contains(parent) => {
-                    let num_turns = self.index.nodes[parent.index()].num_turns;
-                    self.index.nodes[block.index()].num_turns = num_turns;
-                    self.idle.insert_before(block, parent);
-                }
-                _ => self.retire(block),
+            if let Some(parent) = nearest {
+                let num_turns = self.index.nodes[parent.index()].num_turns;
+                self.index.nodes[block.index()].num_turns = num_turns;
             }
+            if self.is_held(block) {
+                continue;
+            }
+            match nearest {
+                Some(parent) => self.idle.insert_before(block, parent),
+                None => self.retire(block),
+            }
+            nearest = Some(block);
         }
     }
 }

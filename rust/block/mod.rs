@@ -11,7 +11,7 @@
 //!   | free |                  | owned | <----------------------------+   owned, published or not
 //!   +------+ <--------------- +-------+ ------------------+
 //!    ^    ^   last release,    ^     |                    | last release while a copy
-//!    |    |   unpublished      |     | last release,      | of the step reads it
+//!    |    |   unpublished      |     | last release,      | reads it
 //!    |    |                    |     | published          v
 //!    |    |              share |     |               +--------+
 //!    |    |                    |     v               | fenced |  share: back to owned
@@ -21,14 +21,17 @@
 //!    +----------------------------------------------------+
 //! ```
 //!
+//! A copy of another thread makes an idle block fenced as well, and ends with `end_copy` instead of `end_step`.
+//!
 //! A block is in exactly one state, and the state follows from three facts about it: how many tables hold it,
 //! how many copy leases it has, and whether it is published. Only `free` and `idle` blocks can be allocated.
 //!
 //! # Rules
 //!
 //! - A block held by two tables, or published, is never written: [`BlockTable::reserve`] copies it first. A
-//!   lease does not stop a write, because all copies of a step run before its first write; it stops the block
-//!   from becoming the destination of another copy of the same step.
+//!   lease of the step does not stop a write, because all copies of a step run before its first write; it stops
+//!   the block from becoming the destination of another copy of the same step. One of another thread's copy stops
+//!   the write as well.
 //! - Tables that hold a block hold the same blocks before it. So a published child has a published parent, a
 //!   parent is held wherever its child is, and releasing a table tail first makes children idle before their
 //!   parents, and evicts them before.
@@ -42,6 +45,7 @@ mod flat;
 mod ghost;
 mod hash;
 mod idle;
+mod lease;
 mod pool;
 mod prefix;
 mod publish;

@@ -13,6 +13,7 @@ use super::root::{Namespace, RootId};
 use super::share::{Share, Shares};
 use super::turn::TurnWeights;
 use crate::ids::BlockId;
+use std::collections::BTreeMap;
 
 /// Where a block is in its life; see the diagram of [`super`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,7 +24,7 @@ pub enum BlockState {
     Owned,
     /// Nobody holds it, but a lookup can find it.
     Idle,
-    /// No table holds it, but a copy of the step in flight reads it.
+    /// No table holds it, but a copy reads it: of the step in flight, or of another thread.
     Fenced,
 }
 
@@ -41,6 +42,8 @@ pub struct BlockPool {
     pub(super) index: PrefixIndex,
     /// Blocks that copies of the step in flight read, once for every copy.
     pub(super) leased: Vec<BlockId>,
+    /// Blocks that copies of other threads read, and how many do.
+    pub(super) lent: BTreeMap<BlockId, u32>,
     /// Counts calls of `clear_prefix`.
     pub(super) epoch: u64,
     pub(super) shares: Shares,
@@ -98,6 +101,7 @@ impl BlockPool {
             turns: TurnWeights::new(num_blocks),
             index: PrefixIndex::new(hasher, num_blocks, block_size),
             leased: Vec::new(),
+            lent: BTreeMap::new(),
             epoch: 0,
             shares: Shares::new(shares, num_blocks),
             ghosts: Ghosts::new(num_blocks),
@@ -136,14 +140,6 @@ impl BlockPool {
     #[inline]
     pub fn num_available(&self) -> u32 {
         self.num_free() + self.num_idle()
-    }
-
-    /// Blocks that only copies of the step in flight hold.
-    pub fn num_fenced(&self) -> u32 {
-        let fenced = self.leased.iter().enumerate().filter(|&(at, block)| {
-            self.index.nodes[block.index()].num_tables == 0 && !self.leased[..at].contains(block)
-        });
-        count(fenced.count())
     }
 
     /// Blocks that tables hold.
@@ -185,12 +181,12 @@ impl BlockPool {
         }
     }
 
-    /// Tables that hold the block plus copies of the step in flight that read it.
+    /// Tables that hold the block plus copies that read it.
     pub fn ref_count(&self, block: BlockId) -> u32 {
-        self.index.nodes[block.index()].num_tables + self.num_leases(block)
+        self.index.nodes[block.index()].num_tables + self.num_leases(block) + self.num_lent(block)
     }
 
-    /// Whether a table or a copy of the step in flight holds the block.
+    /// Whether a table or a copy holds the block.
     #[inline]
     pub(super) fn is_held(&self, block: BlockId) -> bool {
         self.index.nodes[block.index()].is_held()
@@ -203,11 +199,12 @@ impl BlockPool {
     }
 
     /// Whether the one table that holds the block may write to it: no other table holds it and nothing can
-    /// find it. Leases do not matter, because the copies of a step run before its writes.
+    /// find it. Leases of the step do not matter, because its copies run before its writes; a copy of another
+    /// thread may run at any time.
     #[inline]
     pub fn is_writable(&self, block: BlockId) -> bool {
         let node = &self.index.nodes[block.index()];
-        node.num_tables == 1 && node.parent == 0
+        node.num_tables == 1 && node.parent == 0 && !(node.is_leased && self.lent.contains_key(&block))
     }
 
     /// What a published block follows.
@@ -421,33 +418,6 @@ impl BlockPool {
     #[inline]
     pub fn prefix_caching(&self) -> bool {
         self.prefix_caching
-    }
-
-    /// Copies of the step in flight that read a block.
-    pub fn num_leases(&self, block: BlockId) -> u32 {
-        count(self.leased.iter().filter(|&&leased| leased == block).count())
-    }
-
-    /// Keeps a held block from being reused until [`Self::end_step`], because a copy of the step reads it.
-    ///
-    /// # Panics
-    /// If nobody holds the block.
-    pub fn lease(&mut self, block: BlockId) {
-        let node = &mut self.index.nodes[block.index()];
-        assert!(node.is_held(), "block {} was leased but nobody holds it", block.0);
-        node.is_leased = true;
-        self.leased.push(block);
-    }
-
-    /// Drops all leases: the copies of the step have been made.
-    pub fn end_step(&mut self) {
-        let mut leased = std::mem::take(&mut self.leased);
-        let nodes = &mut self.index.nodes;
-        leased.retain(|block| std::mem::take(&mut nodes[block.index()].is_leased));
-        for block in leased.drain(..) {
-            self.settle(block);
-        }
-        self.leased = leased;
     }
 }
 

@@ -13,6 +13,7 @@ use crate::sched::{BeamResult, BeamRows, HoldRequest, Scheduler, StepHeader as H
 
 use super::cache;
 use super::edge::Edge;
+use super::events::EventReader;
 use super::explain;
 
 /// The owner of the cache state. A second caller at the same time gets a `RuntimeError`.
@@ -177,6 +178,17 @@ impl Core {
         results
             .map(|result| (result.request.0, answers(result)))
             .collect()
+    }
+
+    fn open_events(&mut self) -> PyResult<EventReader> {
+        let reader = self.scheduler.open_events();
+        reader
+            .map(EventReader)
+            .ok_or_else(|| PyRuntimeError::new_err("the events of this core have a reader"))
+    }
+
+    fn has_delivered(&self, step_id: u64) -> bool {
+        self.scheduler.has_delivered(step_id)
     }
 
     fn fail_step(&mut self) -> PyResult<()> {

@@ -8,6 +8,7 @@ mod cpu;
 mod cuda;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
+mod events;
 mod explain;
 mod linear;
 mod norm;
@@ -30,6 +31,8 @@ mod _core {
     use super::cuda::cuda_sources;
     #[pymodule_export]
     use super::edge::{Edge, InvalidRequest, QueueFull};
+    #[pymodule_export]
+    use super::events::EventReader;
     #[pymodule_export]
     use super::linear::PackedLinear;
     #[pymodule_export]

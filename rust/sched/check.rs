@@ -21,7 +21,7 @@ impl Scheduler {
         self.check_requests()
     }
 
-    /// ref(b) = tables and leases that hold b.
+    /// ref(b) = tables and leases that hold b, and copies of other threads that read it.
     fn check_ref_counts(&self) -> Result<(), String> {
         let mut holders: HashMap<BlockId, u32> = HashMap::new();
         let running = self.sequences.iter().map(|(_, sequence)| &sequence.table);
@@ -37,7 +37,7 @@ impl Scheduler {
             if num_leases > 0 && !self.in_flight {
                 return Err(format!("block {id} has a copy lease that outlived its step"));
             }
-            let held = holders.get(&block).copied().unwrap_or(0) + num_leases;
+            let held = holders.get(&block).copied().unwrap_or(0) + num_leases + self.pool.num_lent(block);
             if self.pool.ref_count(block) != held {
                 return Err(format!(
                     "block {id} counts {} references, {held} hold it",

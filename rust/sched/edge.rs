@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::block::{BlockHasher, Namespace};
 use crate::config::CoreConfig;
 use crate::error::SubmitError;
-use crate::ids::RequestId;
+use crate::ids::{BlockId, RequestId};
 use crate::sync::{Parker, PushChain, RequestFlags, Sender, Stats, StatsCell};
 
 use super::request::{Request, SamplingParams, validate};
@@ -26,6 +26,8 @@ pub(super) struct Shared {
     pub(super) config: CoreConfig,
     pub(super) hasher: BlockHasher,
     pub(super) finishes: PushChain<Finish>,
+    /// Blocks that copies of other threads are done with.
+    pub(super) returned: PushChain<Vec<BlockId>>,
     pub(super) flags: RequestFlags,
     pub(super) parker: Parker,
     pub(super) stats: StatsCell,

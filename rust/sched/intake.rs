@@ -1,4 +1,4 @@
-//! What came from other threads since the last step: requests, early ends, aborts.
+//! What came from other threads since the last step: blocks, requests, early ends, aborts.
 
 use std::sync::Arc;
 
@@ -20,6 +20,7 @@ const MAX_ARRIVALS_PER_STEP: u32 = 256;
 impl Scheduler {
     /// Takes in requests first, so that an early end finds the request that it names.
     pub(super) fn drain(&mut self) {
+        self.take_returned();
         let mut num_arrivals = 0;
         while num_arrivals < MAX_ARRIVALS_PER_STEP
             && let Some(submission) = self.inbox.pop()

@@ -12,6 +12,7 @@ use crate::sync::{Parker, PushChain, Receiver, RequestFlags, Stats, StatsCell, i
 use super::beam_group::BeamGroup;
 use super::beam_rows::{BeamResult, BeamRows};
 use super::edge::{Edge, Shared, Submission};
+use super::events::EventQueue;
 use super::explain::Explanations;
 use super::fairness::Tenants;
 use super::hold::Holds;
@@ -22,7 +23,7 @@ use super::queues::Queues;
 use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
-use super::step::{self, Ended, Part, StepHeader, Writer};
+use super::step::{self, Ended, Part, ROW_WORDS, StepHeader, Writer};
 
 /// A sequence's place in the step that is being built or in flight.
 #[derive(Clone, Copy, Debug)]
@@ -57,6 +58,10 @@ pub struct Scheduler {
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
     pub(super) ended: VecDeque<Ended>,
+    /// The section `rows` of the step in flight.
+    pub(super) rows: Vec<[i32; ROW_WORDS]>,
+    /// Where events go, if anybody reads them.
+    pub(super) events: Option<EventQueue>,
     pub(super) step_id: u64,
     pub(super) in_flight: bool,
     pub(super) stats: Stats,
@@ -94,6 +99,7 @@ impl Scheduler {
             config: config.clone(),
             hasher: pool.hasher(),
             finishes: PushChain::new(),
+            returned: PushChain::new(),
             flags: RequestFlags::new(capacity),
             parker: Parker::new(),
             stats: StatsCell::new(),
@@ -114,6 +120,8 @@ impl Scheduler {
             scheduled: Vec::new(),
             copies: Vec::new(),
             ended: VecDeque::new(),
+            rows: Vec::new(),
+            events: None,
             step_id: 0,
             in_flight: false,
             stats: Stats::default(),
@@ -163,6 +171,9 @@ impl Scheduler {
             });
         }
         self.drain();
+        if let Some(events) = &mut self.events {
+            events.flush();
+        }
         self.scheduled.clear();
         self.copies.clear();
         self.resume_beams();
@@ -181,13 +192,16 @@ impl Scheduler {
         }
         let header = self.write(arena, num_decodes);
         self.in_flight = header.num_tokens > 0;
-        if !self.in_flight {
+        let is_step = self.in_flight || header.num_ended > 0;
+        if !is_step {
             self.step_id -= 1;
+        }
+        if !self.in_flight {
             self.pool.end_step();
         }
         self.count_wasted_slots();
         self.publish_stats();
-        Ok((header.num_tokens + header.num_ended > 0).then_some(header))
+        Ok(is_step.then_some(header))
     }
 
     /// Takes the sampled token of every row, or where that belongs to a beam its candidates; `states` gets 0 or the finish
@@ -216,12 +230,12 @@ impl Scheduler {
         states.reserve(rows);
         let num_changes = self.queues.num_changes();
         let scheduled = std::mem::take(&mut self.scheduled);
-        let mut tokens = tokens;
+        let mut left = tokens;
         for part in &scheduled {
             self.stats.scheduled_tokens += u64::from(part.num_tokens);
             self.advance(*part);
-            let (sampled, rest) = tokens.split_at(part.num_rows as usize);
-            tokens = rest;
+            let (sampled, rest) = left.split_at(part.num_rows as usize);
+            left = rest;
             match *sampled {
                 [] => {}
                 [_] if self.beam_candidates(part).is_some() => {
@@ -234,6 +248,7 @@ impl Scheduler {
         }
         self.commit_beams(&rows_of_beams, candidates, states);
         self.scheduled = scheduled;
+        self.report_rows(tokens, states);
         self.end_step();
         self.stats.steps += 1;
         self.stats.generation_tokens += rows as u64;
@@ -405,7 +420,10 @@ impl Scheduler {
         for part in others.iter().map(describe) {
             writer.part(&part);
         }
-        writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
+        self.report_ended(num_ended);
+        let rows = writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
+        self.rows.clear();
+        self.rows.extend_from_slice(rows);
         self.stats.copies += self.copies.len() as u64;
         header
     }

@@ -227,6 +227,11 @@ pub(super) struct Writer<'a> {
     shift: u32,
 }
 
+/// Whose a row of `rows` is.
+pub(super) const fn row_request(row: &[i32; ROW_WORDS]) -> RequestId {
+    RequestId::new(row[0].cast_unsigned(), row[1].cast_unsigned())
+}
+
 /// What is left of the arena.
 struct Rest<'a>(&'a mut [i32]);
 
@@ -389,13 +394,13 @@ impl<'a> Writer<'a> {
     }
 
     /// Writes the copies, the sequences that ended and the rows of beams with the candidates that are wanted of them, and
-    /// checks that every section is full.
+    /// checks that every section is full. Returns `rows`.
     pub(super) fn finish(
         self,
         copies: &[(BlockId, BlockId)],
         ended: impl ExactSizeIterator<Item = Ended>,
         beams: &[(u32, u32)],
-    ) {
+    ) -> &'a [[i32; ROW_WORDS]] {
         let written = [
             (self.num_tokens, self.token_ids.len()),
             (self.num_sequences, self.seq_lens.len()),
@@ -422,6 +427,7 @@ impl<'a> Writer<'a> {
                 entry.reason as i32,
             ];
         }
+        self.rows
     }
 }
 

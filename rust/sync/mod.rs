@@ -9,6 +9,7 @@
 //! | [`PushChain`] | any thread | owner | blocks handed back by copy threads, unbounded |
 //! | [`RequestFlags`] | any thread | owner | request ids, and the wish to abort one |
 //! | [`Parker`] | any thread | owner | the wake-up of an idle owner |
+//! | [`ring()`] | owner | one thread | what happened in a step, bounded, in order |
 //! | [`StatsCell`] | owner | any thread | counters, as one consistent snapshot |
 //! | [`Board`] | owner of a thread pool | its workers | the pieces of a job |
 //!
@@ -24,6 +25,7 @@ mod flags;
 mod inbox;
 mod parker;
 mod primitive;
+mod ring;
 mod snapshot;
 mod stats;
 
@@ -32,5 +34,6 @@ pub use chain::{PushChain, Taken};
 pub use flags::RequestFlags;
 pub use inbox::{Receiver, Sender, inbox};
 pub use parker::Parker;
+pub use ring::{Consumer, Producer, ring};
 pub use snapshot::SnapshotCell;
 pub use stats::{Stats, StatsCell};

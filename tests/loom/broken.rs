@@ -356,3 +356,83 @@ fn a_piece_taken_relaxed_is_caught() {
 fn a_piece_finished_relaxed_is_caught() {
     model_board(Ordering::Acquire, Ordering::Relaxed);
 }
+
+/// One slot of `ring.rs`, taken while its producer is refused. Without the fences each side may miss what the
+/// other has just written.
+fn model_wish(fenced: bool) {
+    check(move || {
+        let [head, wish] = [(); 2].map(|()| Arc::new(AtomicU32::new(0)));
+        let (head_of_producer, wish_of_producer) = (Arc::clone(&head), Arc::clone(&wish));
+        let producer = thread::spawn(move || {
+            wish_of_producer.store(1, Ordering::Relaxed);
+            if fenced {
+                fence(Ordering::SeqCst);
+            }
+            head_of_producer.load(Ordering::Acquire) == 0
+        });
+        head.store(1, Ordering::Release);
+        if fenced {
+            fence(Ordering::SeqCst);
+        }
+        let heard = wish.load(Ordering::Relaxed) == 1;
+        let refused = producer.join().unwrap();
+        assert!(heard || !refused, "a refused producer was not heard");
+    });
+}
+
+#[test]
+fn a_fenced_wish_passes() {
+    model_wish(true);
+}
+
+#[test]
+#[should_panic(expected = "a refused producer was not heard")]
+fn a_wish_without_fence_is_caught() {
+    model_wish(false);
+}
+
+/// The two positions of `ring.rs` over one slot and two laps. The head has to be released after the slot was
+/// read, or the second value is written into a read that is under way.
+fn model_positions(publish: Ordering, free: Ordering) {
+    check(move || {
+        let (tail, head) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let slot = Arc::new(Slot {
+            stamp: AtomicU64::new(0),
+            value: UnsafeCell::new(0),
+        });
+        let (tail_of_consumer, head_of_consumer, slot_of_consumer) =
+            (Arc::clone(&tail), Arc::clone(&head), Arc::clone(&slot));
+        let consumer = thread::spawn(move || {
+            if tail_of_consumer.load(Ordering::Acquire) == 1 {
+                // SAFETY: the tail says that the value is complete.
+                assert_eq!(slot_of_consumer.value.with(|value| unsafe { *value }), 7);
+                head_of_consumer.store(1, free);
+            }
+        });
+        // SAFETY: both positions are 0, so the slot is the producer's.
+        slot.value.with_mut(|value| unsafe { *value = 7 });
+        tail.store(1, publish);
+        if head.load(Ordering::Acquire) == 1 {
+            // SAFETY: the head says that the value was taken.
+            slot.value.with_mut(|value| unsafe { *value = 8 });
+        }
+        consumer.join().unwrap();
+    });
+}
+
+#[test]
+fn released_positions_pass() {
+    model_positions(Ordering::Release, Ordering::Release);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn a_relaxed_tail_is_caught() {
+    model_positions(Ordering::Relaxed, Ordering::Release);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn a_relaxed_head_is_caught() {
+    model_positions(Ordering::Release, Ordering::Relaxed);
+}

@@ -26,6 +26,7 @@ mod chain;
 mod flags;
 mod inbox;
 mod parker;
+mod ring;
 mod snapshot;
 
 /// Runs a model with at most three preemptions, or as many as `LOOM_MAX_PREEMPTIONS` says.

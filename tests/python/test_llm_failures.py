@@ -107,7 +107,7 @@ def test_an_interrupt_between_steps_leaves_the_engine_usable(checkpoint, expecte
     llm = LLM(**checkpoint.options)
     with monkeypatch.context() as patch:
 
-        def interrupted(events):
+        def interrupted(*_):
             raise KeyboardInterrupt
 
         patch.setattr(llm._front.streams, "apply", interrupted)

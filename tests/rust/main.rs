@@ -12,9 +12,11 @@
 
 mod beams;
 mod block;
+mod copy_leases;
 mod cpu_kernels;
 mod cpu_linear;
 mod edge_stress;
+mod events;
 mod explain;
 mod holds;
 mod holds_random;

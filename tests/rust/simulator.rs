@@ -196,6 +196,11 @@ impl Simulator {
         panic!("still busy after {bound} steps: {:?}", self.scheduler.sequences());
     }
 
+    /// What the slots of a block hold.
+    pub(crate) fn block_cells(&self, block: BlockId) -> &[u64] {
+        &self.cells[block.index() * self.block_size..][..self.block_size]
+    }
+
     fn cell(&self, table: &[i32], position: usize) -> u64 {
         self.cells[table[position / self.block_size] as usize * self.block_size + position % self.block_size]
     }

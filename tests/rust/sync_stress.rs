@@ -3,7 +3,7 @@
 //! many laps find.
 
 use pagedkv::ids::RequestId;
-use pagedkv::sync::{Parker, PushChain, RequestFlags, Stats, StatsCell, inbox};
+use pagedkv::sync::{Parker, PushChain, RequestFlags, Stats, StatsCell, inbox, ring};
 use std::collections::HashSet;
 use std::sync::{Mutex, TryLockError};
 use std::thread;
@@ -83,6 +83,45 @@ fn chain_loses_nothing() {
         }
     });
     assert!(chain.is_empty());
+}
+
+/// Several pairs at once, so that either end is stopped anywhere. A producer that is refused sleeps until it is told
+/// of room; a consumer sleeps until it is told of values.
+#[test]
+fn rings_lose_nothing_and_leave_nobody_waiting() {
+    const NUM_VALUES: u64 = 50_000;
+    let num_pairs = num_threads() / 2;
+    thread::scope(|scope| {
+        for capacity in (0..num_pairs).map(|idx| 1 << (idx % 4)) {
+            let (mut producer, mut consumer) = ring::<[u64; 3]>(capacity);
+            let [room, values] = [(); 2].map(|()| std::sync::Arc::new(Parker::new()));
+            let (room_of_consumer, values_of_producer) = (room.clone(), values.clone());
+            scope.spawn(move || {
+                for count in 0..NUM_VALUES {
+                    while producer.push([count; 3]).is_err() {
+                        assert!(room.park_timeout(LOST), "nobody said that there is room");
+                    }
+                    values_of_producer.unpark();
+                }
+            });
+            scope.spawn(move || {
+                let mut expected = 0;
+                while expected < NUM_VALUES {
+                    while let Some(value) = consumer.pop_if(|_| true) {
+                        assert_eq!(value, [expected; 3]);
+                        expected += 1;
+                    }
+                    if consumer.take_wish() {
+                        room_of_consumer.unpark();
+                    }
+                    if expected < NUM_VALUES && values.park_timeout(LOST) {
+                        continue;
+                    }
+                    assert_eq!(expected, NUM_VALUES, "a wake-up was lost");
+                }
+            });
+        }
+    });
 }
 
 #[test]

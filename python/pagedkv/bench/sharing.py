@@ -104,17 +104,16 @@ def run_case(engine: Engine, front: Front, case: Case, prompt: Sequence[int]) ->
         front.submit(front.request(list(prompt), params))
     while len(front.streams):
         step_start = time.perf_counter()
-        events = engine.step()
-        if events is None:
+        report = engine.step()
+        if report is None:
             raise RuntimeError("nothing runs although requests are in flight")
-        front.streams.apply(events)
+        front.streams.apply(report, engine.events.take(report.step_id))
         after = engine.edge.stats()
         if after["scheduled_tokens"] - num_scheduled == num_answers:
             step_s.append(time.perf_counter() - step_start)
         num_scheduled = after["scheduled_tokens"]
     wall_s = time.perf_counter() - start
-    while engine.step() is not None:
-        pass
+    engine.settle()
     after = engine.edge.stats()
     return Outcome(
         case.group,
