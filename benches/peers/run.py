@@ -9,6 +9,7 @@ Figures are medians, ratios are medians of the rounds' ratios. Nothing is instal
 import argparse
 import json
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -132,6 +133,8 @@ def _figures(workers: Sequence[Worker], runs: Sequence[dict[str, Any]]) -> list[
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table; writes runs and chart where asked."""
     parsed = _arguments(argv)
+    # Whoever ends this process ends its workers, which would sleep on otherwise.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     workers = [worker for engine in parsed.engines.split(",") if (worker := _start(parsed, engine))]
     try:
         figures = _figures(workers, runs := _measure(parsed, workers))
