@@ -60,6 +60,7 @@ impl Stream {
     /// Sums all of it, on so many threads.
     pub fn read(&self, num_threads: usize) {
         let len = Self::NUM_BYTES / size_of::<u64>();
+        #[expect(clippy::cast_ptr_alignment, reason = "it begins with a cache line")]
         // SAFETY: so long, aligned to a cache line, written by `default` and never again.
         let words = unsafe { std::slice::from_raw_parts(self.0.address().cast::<u64>(), len) };
         on_threads(num_threads, |idx| {
