@@ -17,7 +17,8 @@ use std::time::Duration;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
 use pagedkv::cpu::element::Dtype;
-use pagedkv::cpu::linear::{Arithmetic, Linear, Matrix, PackedWeight, Part};
+use pagedkv::cpu::linear::{Arithmetic, Linear, PackedWeight, Part};
+use pagedkv::cpu::tensor::MatrixView;
 use pagedkv::cpu::{peak, pool};
 
 /// (K, N): gate and up in one, down, q with k and v, the output layer.
@@ -96,7 +97,7 @@ impl Layers {
     fn multiply(&self, num_rows: usize) {
         let weight = &self.weights[self.next.get()];
         self.next.set((self.next.get() + 1) % self.weights.len());
-        let view = |address: *const u32, width| Matrix {
+        let view = |address: *const u32, width| MatrixView {
             address: address.cast_mut().cast(),
             dtype: self.dtype,
             num_rows,

@@ -24,7 +24,7 @@ pub struct Namespace<'a> {
 impl Namespace<'_> {
     /// The namespace as one string of bytes. The salt is framed by its length and the epoch has a fixed one, so
     /// two namespaces never have the same key.
-    pub(super) fn key(&self) -> Vec<u8> {
+    pub(crate) fn key(&self) -> Vec<u8> {
         let salt_len = self.salt.len() as u64;
         [
             &salt_len.to_le_bytes(),

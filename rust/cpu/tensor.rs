@@ -31,8 +31,14 @@ impl MatrixView {
     #[inline]
     pub(crate) fn row(&self, row: usize) -> *mut u8 {
         debug_assert!(row < self.num_rows);
+        self.at(row, 0)
+    }
+
+    /// Address of an element. It may be one behind the last.
+    #[inline]
+    pub(crate) fn at(&self, row: usize, column: usize) -> *mut u8 {
         self.address
-            .wrapping_add(row * self.row_stride * self.dtype.size())
+            .wrapping_add((row * self.row_stride + column) * self.dtype.size())
     }
 
     /// Refuses another shape or element type than that of `other`, which is called `other_name`.

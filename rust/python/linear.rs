@@ -4,7 +4,8 @@ use pyo3::prelude::*;
 
 use super::cpu::{dtype, numbers, pointer, run};
 use crate::cpu::InvalidArgument;
-use crate::cpu::linear::{Arithmetic, Linear, Matrix, PackedWeight, Part};
+use crate::cpu::linear::{Arithmetic, Linear, PackedWeight, Part};
+use crate::cpu::tensor::MatrixView;
 
 /// See `_core.pyi`.
 #[pyclass(frozen)]
@@ -84,14 +85,14 @@ impl PackedLinear {
         let (address, num_rows, width, row_stride) = x;
         let out_size = self.weight.out_size();
         let call = Linear {
-            out: Matrix {
+            out: MatrixView {
                 address: pointer("out", out, out_type.size(), num_rows == 0)?,
                 dtype: out_type,
                 num_rows,
                 width: out_size,
                 row_stride: out_size,
             },
-            x: Matrix {
+            x: MatrixView {
                 address: pointer("x", address, x_type.size(), num_rows == 0)?,
                 dtype: x_type,
                 num_rows,

@@ -103,8 +103,8 @@ pub(super) struct Admission<'a> {
 #[derive(Debug)]
 struct Recent {
     request: RequestId,
-    salt: Box<[u8]>,
-    model_epoch: u64,
+    /// [`Namespace::key`].
+    namespace: Box<[u8]>,
     tokens: Box<[u32]>,
     /// Tokens that had been computed when its last sample ended; None while it runs.
     num_computed: Option<u32>,
@@ -218,8 +218,7 @@ impl Explanations {
         self.num_recent_tokens += tokens.len();
         self.recent.push_back(Recent {
             request: admission.request,
-            salt: admission.namespace.salt.into(),
-            model_epoch: admission.namespace.model_epoch,
+            namespace: admission.namespace.key().into(),
             tokens,
             num_computed: None,
             ended_at_ms: 0,
@@ -323,9 +322,8 @@ impl Explanations {
     /// The recent prompt of the same namespace that has the most in common with this one, and how much; at least
     /// `known` tokens. The newest of those that have as much.
     fn most_common(&self, admission: &Admission<'_>, known: usize) -> Option<(&Recent, usize)> {
-        let Admission {
-            tokens, namespace, ..
-        } = *admission;
+        let tokens = admission.tokens;
+        let namespace = admission.namespace.key();
         let mut best: Option<(&Recent, usize)> = None;
         for recent in self.recent.iter().rev() {
             let least = best.map_or(known, |(_, common)| common + 1);
@@ -333,8 +331,7 @@ impl Explanations {
             if recent.tokens.len() < least
                 || least > tokens.len()
                 || (least > 0 && recent.tokens[least - 1] != tokens[least - 1])
-                || *recent.salt != *namespace.salt
-                || recent.model_epoch != namespace.model_epoch
+                || *recent.namespace != *namespace
             {
                 continue;
             }
@@ -378,5 +375,48 @@ fn gone(pool: &BlockPool, ended_at_ms: u64) -> Evicted {
     Evicted {
         at_ms: ended_at_ms,
         reason: Removal::Capacity,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::{Eviction, PoolConfig};
+
+    /// Requests carry no adapter yet, so no scheduler test can come here.
+    #[test]
+    fn what_another_adapter_computed_is_told_apart() {
+        let mut pool = BlockPool::new(PoolConfig {
+            num_blocks: 4,
+            block_size: 4,
+            prefix_caching: true,
+            partial_matching: true,
+            eviction: Eviction::Lru,
+            hash_key: [1, 2, 3, 4],
+        });
+        let tokens = [5_u32; 9];
+        let mut explanations = Explanations::new();
+        let mut verdict = |number, adapter: &[u8]| {
+            let namespace = Namespace {
+                adapter,
+                ..Namespace::default()
+            };
+            let request = RequestId(number);
+            let root = pool.namespace(&namespace);
+            let mut hit = PrefixHit::default();
+            pool.lookup(root, &tokens, &mut hit);
+            let admission = Admission {
+                request,
+                namespace,
+                root,
+                tokens: &tokens,
+                hit: &hit,
+                num_computed: 0,
+            };
+            explanations.note(&pool, &admission);
+            explanations.get(request, b"").expect("just noted").verdict
+        };
+        assert_eq!(verdict(1, b"one"), Verdict::NeverSeen);
+        assert_eq!(verdict(2, b"two"), Verdict::OtherAdapter);
     }
 }

@@ -175,6 +175,17 @@ async def test_verdicts_over_http(checkpoint: Checkpoint) -> None:
         assert "cache_explanation" not in first
 
 
+async def test_what_runs_is_not_computed_yet_over_http(checkpoint: Checkpoint) -> None:
+    async with served(checkpoint, num_blocks=40, max_model_len=512) as client:
+        body = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+        running = await client.post(COMPLETIONS, json=body)
+        await running.content.readline()
+        second = await ask(client, PROMPT, explain_cache=True)
+        assert second["cache_explanation"]["verdict"] == "not_computed_yet"
+        assert second["cache_explanation"]["cached_tokens"] == 48
+        running.close()
+
+
 async def test_streams_and_several_prompts(checkpoint: Checkpoint) -> None:
     async with served(checkpoint) as client:
         fields = {"max_tokens": 3, "temperature": 0, "stream": True, "explain_cache": True}

@@ -2,8 +2,9 @@
 
 use half::{bf16, f16};
 use pagedkv::cpu::element::Dtype;
-use pagedkv::cpu::linear::{Arithmetic, Linear, Matrix, PackedWeight, Part};
+use pagedkv::cpu::linear::{Arithmetic, Linear, PackedWeight, Part};
 use pagedkv::cpu::pool;
+use pagedkv::cpu::tensor::MatrixView;
 use proptest::prelude::*;
 
 const TYPES: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
@@ -80,9 +81,9 @@ impl Rows {
             .collect()
     }
 
-    fn view(&self, first_row: usize, num_rows: usize) -> Matrix {
+    fn view(&self, first_row: usize, num_rows: usize) -> MatrixView {
         let offset = first_row * self.row_stride * self.dtype.size();
-        Matrix {
+        MatrixView {
             address: self.words.as_ptr().cast::<u8>().wrapping_add(offset).cast_mut(),
             dtype: self.dtype,
             num_rows,
@@ -168,7 +169,7 @@ impl Weights {
     }
 }
 
-fn run(weight: &PackedWeight, x: Matrix, out_type: Dtype) -> Rows {
+fn run(weight: &PackedWeight, x: MatrixView, out_type: Dtype) -> Rows {
     let out = Rows::filled(out_type, x.num_rows, weight.out_size(), 5);
     let call = Linear {
         out: out.view(0, x.num_rows),
@@ -311,7 +312,7 @@ fn what_does_not_fit_is_refused() {
         Rows::filled(Dtype::F32, 2, 31, 0),
         Rows::filled(Dtype::F32, 2, 20, 0),
     );
-    let refusal = |x: Matrix, out: Matrix| {
+    let refusal = |x: MatrixView, out: MatrixView| {
         Linear {
             out,
             x,

@@ -24,8 +24,9 @@ mod packed;
 mod piece;
 
 use super::InvalidArgument;
-use super::element::{Dtype, load_row, store_row};
+use super::element::{load_row, store_row};
 use super::pool;
+use super::tensor::MatrixView;
 
 pub use arithmetic::Arithmetic;
 pub(super) use memory::Memory;
@@ -40,42 +41,13 @@ const PRODUCTS_PER_NS: usize = 50;
 /// Pieces of work for each thread: enough that one which started late leaves some to the others.
 const PIECES_PER_THREAD: usize = 4;
 
-/// `[num_rows, width]` in memory; the elements of a row are dense.
-#[derive(Clone, Copy, Debug)]
-pub struct Matrix {
-    /// The first element.
-    pub address: *mut u8,
-    /// Type of the elements.
-    pub dtype: Dtype,
-    /// Rows.
-    pub num_rows: usize,
-    /// Elements of a row.
-    pub width: usize,
-    /// Elements from a row to the next.
-    pub row_stride: usize,
-}
-
-// SAFETY: a view is an address; the functions that follow it are unsafe and state who may access what.
-unsafe impl Send for Matrix {}
-// SAFETY: as above.
-unsafe impl Sync for Matrix {}
-
-impl Matrix {
-    /// Address of an element.
-    #[inline]
-    fn at(&self, row: usize, column: usize) -> *mut u8 {
-        self.address
-            .wrapping_add((row * self.row_stride + column) * self.dtype.size())
-    }
-}
-
 /// One call.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear<'a> {
     /// `[M, N]`, written; of any type. A gated weight writes `silu(gate) * up`, `[M, N / 2]`.
-    pub out: Matrix,
+    pub out: MatrixView,
     /// `[M, K]`, of the weight's type.
-    pub x: Matrix,
+    pub x: MatrixView,
     /// `[N, K]`
     pub weight: &'a PackedWeight,
 }
@@ -134,7 +106,7 @@ impl Linear<'_> {
     }
 
     /// Cuts the work along N, so that every weight is read by one thread; along M too where N is narrow.
-    fn pieces<'k>(&'k self, x: &Matrix) -> Vec<piece::Piece<'k>> {
+    fn pieces<'k>(&'k self, x: &MatrixView) -> Vec<piece::Piece<'k>> {
         let num_panels = self.weight.num_panels();
         let group = self.weight.arithmetic().group_panels();
         let wanted = PIECES_PER_THREAD * pool::num_threads();
@@ -171,7 +143,7 @@ impl Linear<'_> {
         let row_bytes = depth * dtype.size();
         let mut memory = vec![0_u32; (self.x.num_rows * row_bytes).div_ceil(4)];
         let address = memory.as_mut_ptr().cast::<u8>();
-        let view = Matrix {
+        let view = MatrixView {
             address,
             dtype,
             num_rows: self.x.num_rows,
@@ -197,5 +169,5 @@ impl Linear<'_> {
 /// A copy of x, and the memory that it lies in.
 struct PreparedRows {
     _memory: Vec<u32>,
-    view: Matrix,
+    view: MatrixView,
 }

@@ -16,7 +16,8 @@ use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::fma::{Bf16, F16, F32, Fma};
-use super::{Arithmetic, Linear, Matrix};
+use super::{Arithmetic, Linear};
+use crate::cpu::tensor::MatrixView;
 
 /// Rows whose elements are wanted again for every group of panels, and whose partial sums wait meanwhile.
 pub(super) const ROWS_PER_CHUNK: usize = 256;
@@ -66,7 +67,7 @@ pub(super) trait MicroKernel: Copy {
 pub(super) struct Piece<'k> {
     pub(super) call: &'k Linear<'k>,
     /// x as the arithmetic reads it.
-    pub(super) x: Matrix,
+    pub(super) x: MatrixView,
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
 }
