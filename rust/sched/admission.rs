@@ -11,6 +11,7 @@ use super::explain::Admission;
 use super::holding::namespace;
 use super::policy::{self, MAX_DEFERRALS, MAX_PASSED};
 use super::scheduler::Scheduler;
+use super::sequence::Sequence;
 use super::slab::SeqIdx;
 
 /// What came of looking at a waiting sequence.
@@ -265,12 +266,19 @@ impl Scheduler {
         let num_tokens_left = self.queues.running().flat_map(|idx| {
             let sequence = self.sequences.get(idx);
             let num_branches = self.num_branches(sequence) as usize;
-            std::iter::repeat_n(
-                sequence.end_rule.max_tokens - sequence.num_generated(),
-                num_branches,
-            )
+            let num_left = sequence.end_rule.max_tokens - sequence.num_generated();
+            std::iter::repeat_n(num_left - self.num_awaited(sequence), num_branches)
         });
         policy::growth_margin(num_tokens_left, self.config.num_blocks, self.config.block_size)
+    }
+
+    /// Tokens of a sequence that steps before the one being built sample.
+    fn num_awaited(&self, sequence: &Sequence) -> u32 {
+        if sequence.last_step == self.step_id {
+            sequence.num_scheduled.saturating_sub(sequence.num_tokens())
+        } else {
+            u32::from(sequence.awaits_token())
+        }
     }
 
     /// Tokens found again after a preemption are no prefix hits: the cache only gives back what it took.

@@ -116,13 +116,13 @@ impl Scheduler {
 
     /// Ends a step whose result was taken, or that failed: what only it still held is free.
     pub(super) fn end_step(&mut self, mut step: StepInFlight) {
+        self.pool.end_step();
         for Fence { mut table, first_out } in step.fences.drain(..) {
             match first_out {
                 None => table.release(&mut self.pool),
                 Some(num_found) => table.release_first_out(&mut self.pool, num_found),
             }
         }
-        self.pool.end_step();
         for idx in step.vacated.drain(..) {
             self.sequences.vacate(idx);
         }

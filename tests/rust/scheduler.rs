@@ -1,6 +1,6 @@
 //! The scheduler against the simulator: whatever it does, the generated tokens are those of lone runs.
 
-use pagedkv::error::{StepError, SubmitError};
+use pagedkv::error::SubmitError;
 use pagedkv::ids::RequestId;
 use pagedkv::sched::{BeamRows, SamplingParams, Section};
 
