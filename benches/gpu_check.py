@@ -89,7 +89,7 @@ def make_step(
         table_start=starts.int().to(DEVICE),
         block_ids=block_ids.int().to(DEVICE),
         sample_rows=empty,
-        sampling=SamplingRows(torch.empty((0, 9), dtype=torch.int32), DEVICE),
+        sampling=SamplingRows(torch.empty((0, 9), dtype=torch.int32)),
         copies=empty.view(0, 2),
         beams=empty.view(0, 2),
         num_decodes=sum(num == 1 for num, _ in lengths),
@@ -180,7 +180,7 @@ def check_sample(ops: CudaOps, report: Report, vocab_size: int = 128_256) -> Non
     words[24:32, 3] = 50
     words[:, 4] = torch.arange(40)
     words[:, 8] = -1
-    given = ops.sample(logits.to(DEVICE), SamplingRows(words, DEVICE))
+    given = ops.sample(logits.to(DEVICE), SamplingRows(words, words.to(DEVICE)))
     expected = reference.sample(logits, SamplingRows(words))
     report.check("sample, rows that differ", float((given.cpu() != expected).sum()), 0.0)
 

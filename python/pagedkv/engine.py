@@ -73,7 +73,7 @@ class Engine:
         if header.num_tokens == 0:
             return report
         try:
-            result = self.runner.run(header, self._arena)
+            result = self.runner.launch(header, self._arena).result()
         except BaseException as error:
             self.core.fail_step()
             if not isinstance(error, Exception):

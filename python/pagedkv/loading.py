@@ -17,7 +17,7 @@ from pagedkv.front import Front
 from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
-from pagedkv.ops import choose
+from pagedkv.ops import Ops, choose
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.plan import (
     PoolPlan,
@@ -31,6 +31,8 @@ from pagedkv.plan import (
 )
 from pagedkv.request import Limits
 from pagedkv.runner import ModelRunner
+from pagedkv.sampling_params import MAX_SAMPLES
+from pagedkv.stage import DeviceStage, HostStage, Stage
 from pagedkv.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagedkv")
@@ -44,7 +46,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     """
     set_num_threads(config.num_threads)
     device = choose_device(config.device)
-    ops = choose(device.type)
+    ops = choose(device.type, device)
     source = resolve(config.model)
     logger.info(
         "pagedkv %s, %d threads, kernels for %s, prefix caching %s",
@@ -78,7 +80,22 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
     front = Front(core.edge, tokenizer, config, model_config, limits, seed)
-    return Engine(core, ModelRunner(loaded, kv_cache, ops, device)), front
+    runner = ModelRunner(
+        loaded,
+        kv_cache,
+        ops,
+        max_num_rows=config.max_num_seqs + MAX_SAMPLES,
+        stage=_stage(ops, loaded, kv_cache, core.arena_len),
+    )
+    return Engine(core, runner), front
+
+
+def _stage(ops: Ops, model: LoadedModel, kv_cache: KVCache, num_words: int) -> Stage:
+    """Where the steps of a model are computed; an arena has `num_words` words."""
+    if not isinstance(ops, CudaOps):
+        return HostStage()
+    heads = (model.config.num_heads, model.config.head_dim)
+    return DeviceStage(ops.device, ops.attention.options(heads, kv_cache.layers[0][0]), num_words)
 
 
 def choose_device(device: str) -> torch.device:

@@ -4,6 +4,7 @@ import pytest
 
 from host_device import HostDevice
 from pagedkv import LLM, SamplingParams, loading
+from pagedkv.batch import arena_section
 from pagedkv.ops import choose
 from pagedkv.ops.cuda import CudaOps
 from tiny_llm import EOS, GREEDY, Checkpoint, assert_at_rest, sampled, texts
@@ -30,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 def engine(checkpoint, monkeypatch, ops, **changes):
     monkeypatch.setenv("PAGEDKV_POISON", "1")
-    monkeypatch.setattr(loading, "choose", lambda _device: ops)
+    monkeypatch.setattr(loading, "choose", lambda *_: ops)
     options = {"dtype": "float16", "block_size": 8, "num_blocks": 80, "seed": 1}
     return LLM(**checkpoint.options | options | changes)
 
@@ -71,3 +72,31 @@ def test_drawn_answers_are_the_references(checkpoint, monkeypatch):
     )
     assert given == expected
     assert device.counters("copy_blocks")["store_bytes"] > 0
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cpu"])
+def test_tokens_are_taken_from_the_step_before(checkpoint, monkeypatch, backend):
+    """As if each step had been scheduled before the tokens of the one before it were known."""
+    ops = CudaOps(HostDevice()) if backend == "cuda" else choose("cpu")
+    params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), sampled(seed=3, n=2)]
+    llm = engine(checkpoint, monkeypatch, ops)
+    expected = texts(llm.generate(prompts(checkpoint)[:2], params, use_tqdm=False))
+    runner, rows_before, num_taken = llm._engine.runner, [], 0
+    launch = runner.launch
+
+    def launch_early(header, arena):
+        nonlocal rows_before, num_taken
+        # A row is one of a request and a sample; those of decodes come first, as their tokens do.
+        rows = [tuple(row[:3]) for row in arena_section(arena, "rows").tolist()]
+        for index, row in enumerate(rows[: header.num_decodes]):
+            if row in rows_before:
+                arena_section(arena, "token_ids")[index] = 7
+                arena_section(arena, "token_source")[index] = rows_before.index(row)
+                num_taken += 1
+        rows_before = rows
+        return launch(header, arena)
+
+    monkeypatch.setattr(runner, "launch", launch_early)
+    llm.reset_prefix_cache()
+    assert texts(llm.generate(prompts(checkpoint)[:2], params, use_tqdm=False)) == expected
+    assert num_taken > 10
