@@ -19,7 +19,7 @@ from torch import Tensor
 Words = TypeVar("Words", Tensor, NDArray[np.int32])
 
 ARENA_VERSION = 1
-_SECTIONS = (
+SECTIONS = (
     "token_ids",
     "token_source",
     "positions",
@@ -37,9 +37,9 @@ _SECTIONS = (
     "beams",
 )
 # Sections that are tables, with their number of columns.
-_COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4, "beams": 2}
+TABLE_COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4, "beams": 2}
 # Sections that `StepBatch` holds as they are. The rest is decoded, or stays on the host.
-_TENSORS = set(_SECTIONS) - {"sampling", "swaps", "rows", "ended"}
+_TENSORS = set(SECTIONS) - {"sampling", "swaps", "rows", "ended"}
 
 
 class SamplingRows:
@@ -193,7 +193,7 @@ def section_table(arena: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
 def _view(words: Words, directory: dict[str, tuple[int, int]], name: str) -> Words:
     offset, length = directory[name]
     flat = words[offset : offset + length]
-    return flat.reshape(-1, _COLUMNS[name]) if name in _COLUMNS else flat
+    return flat.reshape(-1, TABLE_COLUMNS[name]) if name in TABLE_COLUMNS else flat
 
 
 def _directory(arena: Tensor | NDArray[np.int32]) -> dict[str, tuple[int, int]]:
@@ -201,11 +201,11 @@ def _directory(arena: Tensor | NDArray[np.int32]) -> dict[str, tuple[int, int]]:
     version, num_sections = arena[:2].tolist()
     if version != ARENA_VERSION:
         raise ValueError(f"the arena has version {version}; this code reads version {ARENA_VERSION}")
-    if num_sections < len(_SECTIONS):
-        raise ValueError(f"the arena has {num_sections} sections; this code reads {len(_SECTIONS)}")
-    words = arena[2 : 2 + 2 * len(_SECTIONS)].tolist()
+    if num_sections < len(SECTIONS):
+        raise ValueError(f"the arena has {num_sections} sections; this code reads {len(SECTIONS)}")
+    words = arena[2 : 2 + 2 * len(SECTIONS)].tolist()
     places = list(zip(words[0::2], words[1::2], strict=True))
-    for name, (offset, length) in zip(_SECTIONS, places, strict=True):
+    for name, (offset, length) in zip(SECTIONS, places, strict=True):
         if offset < 0 or length < 0 or offset + length > len(arena):
             raise ValueError(f"section {name} is {length} words at {offset}; the arena has {len(arena)}")
-    return dict(zip(_SECTIONS, places, strict=True))
+    return dict(zip(SECTIONS, places, strict=True))

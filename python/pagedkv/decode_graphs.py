@@ -6,6 +6,7 @@ with fewer tokens is padded with tokens that write nothing (slot -1) and that no
 runner captures the graphs at start, and replays them.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,7 +135,7 @@ class PlacedDecode:
 
 
 class DecodeGraphs:
-    """The graphs of a model, one for each size, the buffer that they read, and where they leave their results."""
+    """The graphs of a model, one for each size, the buffer that they read, and where results are left."""
 
     def __init__(
         self, stage: DeviceStage, device: Device, vocab_size: int, max_num_seqs: int, blocks_per_seq: int
@@ -168,12 +169,10 @@ class DecodeGraphs:
 
         None: it is larger than all graphs, and nothing was done.
         """
-        fitting = (
-            pair for pair in zip(self._layouts, self._graphs, strict=True) if pair[0].size >= num_tokens
-        )
-        layout, graph = next(fitting, (None, None))
-        if layout is None or graph is None:
+        index = bisect_left(self._layouts, num_tokens, key=lambda layout: layout.size)
+        if index == len(self._graphs):
             return None
+        layout, graph = self._layouts[index], self._graphs[index]
         sections = section_table(arena)
         plan = plan_sections(sections, self._stage.options)
         end = layout.tail + sum(map(len, (plan.part_rows, sections["block_ids"], sections["copies"])))

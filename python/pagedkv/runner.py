@@ -8,14 +8,13 @@ the host is free in between.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedkv._core import StepHeader
 from pagedkv.batch import StepBatch, arena_section
 from pagedkv.candidates import likeliest
 from pagedkv.decode_graphs import DecodeGraphs
@@ -26,6 +25,31 @@ from pagedkv.stage import Fetched, HostStage, Stage
 
 if TYPE_CHECKING:
     from pagedkv.models import LoadedModel
+
+
+class StepCounts(Protocol):
+    """What a launch reads of a `StepHeader`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Leading sequences that decode."""
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+
+    @property
+    def num_copies(self) -> int:
+        """C."""
+
+    @property
+    def num_beam_rows(self) -> int:
+        """B."""
+
 
 Compute = Callable[[], tuple[Tensor, Tensor | None]]
 Candidates = tuple[NDArray[np.int32], NDArray[np.float32]]
@@ -97,6 +121,7 @@ class ModelRunner:
 
     Attributes:
         before_layer: called before each layer of a forward pass, to show that it goes on; it must be cheap.
+        stage: where steps are computed.
     """
 
     def __init__(
@@ -121,23 +146,23 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.ops = ops
         self.before_layer: Callable[[], None] | None = None
-        self._stage = HostStage() if stage is None else stage
+        self.stage = HostStage() if stage is None else stage
         self._graphs: DecodeGraphs | None = None
         # Tokens of the step launched last, for the next one, which may be launched before they are known.
-        self._sampled = torch.zeros(max_num_rows, dtype=torch.int64, device=self._stage.torch_device)
+        self._sampled = torch.zeros(max_num_rows, dtype=torch.int64, device=self.stage.torch_device)
 
     def new_arena(self, num_words: int) -> NDArray[np.int32]:
         """An arena for the core to write into. It may be written again as soon as `launch` has returned."""
         return np.zeros(num_words, np.int32)
 
     @torch.inference_mode()
-    def launch(self, header: StepHeader, arena: NDArray[np.int32]) -> LaunchedStep:
+    def launch(self, header: StepCounts, arena: NDArray[np.int32]) -> LaunchedStep:
         """Enqueues one step; on the CPU it has been computed when this returns.
 
         A token whose source is a row takes what that row of the step launched before has sampled. Raises
         whatever the model or the device raises, the latter perhaps for an earlier step.
         """
-        with self._stage.active():
+        with self.stage.active():
             copies, compute = self._placed(header, arena)
             if header.num_copies:
                 # All copies come first: a block that is written in this step may be the source of one.
@@ -150,8 +175,8 @@ class ModelRunner:
 
     def probe(self) -> None:
         """Raises if the device computes no more. A GPU that met an illegal access never does again."""
-        with self._stage.active():
-            self._stage.probe()
+        with self.stage.active():
+            self.stage.probe()
 
     def capture_graphs(self, graphs: DecodeGraphs, *, progress: bool = False) -> None:
         """Has steps in which all sequences decode replayed from graphs, which are captured now."""
@@ -161,17 +186,17 @@ class ModelRunner:
             assert tokens is not None
             return logits, tokens
 
-        with torch.inference_mode(), self._stage.active():
+        with torch.inference_mode(), self.stage.active():
             graphs.capture(compute, progress=progress)
         self._graphs = graphs
 
-    def _placed(self, header: StepHeader, arena: NDArray[np.int32]) -> tuple[Tensor, Compute]:
+    def _placed(self, header: StepCounts, arena: NDArray[np.int32]) -> tuple[Tensor, Compute]:
         """Sends a step to the device; returns the copies that come first, and what enqueues the rest."""
         if self._graphs is not None and header.num_tokens == header.num_decodes == header.num_rows:
             decode = self._graphs.place(arena, header.num_tokens)
             if decode is not None:
                 return decode.copies, decode.replay
-        batch = self._stage.place(arena, header.num_decodes)
+        batch = self.stage.place(arena, header.num_decodes)
         follows = bool((arena_section(arena, "token_source") >= 0).any())
         samples = header.num_rows > header.num_beam_rows
         return batch.copies, partial(self._compute, batch, follows=follows, samples=samples)
@@ -191,7 +216,7 @@ class ModelRunner:
 
     def _launched(
         self,
-        header: StepHeader,
+        header: StepCounts,
         arena: NDArray[np.int32],
         logits: Tensor,
         tokens: Tensor | None,
@@ -201,13 +226,13 @@ class ModelRunner:
         if header.num_beam_rows:
             beam_rows, wanted = arena_section(arena, "beams").T
             # A copy: logits that a graph has left are gone with the next step.
-            beams = logits[self._stage.send(torch.tensor(beam_rows))], int(wanted.max())
+            beams = logits[self.stage.send(torch.tensor(beam_rows))], int(wanted.max())
         if tokens is not None:
             results = [tokens]
             num_logprobs = arena_section(arena, "sampling")[:, -1]
             if num_logprobs.max() >= 0:
                 rows = np.flatnonzero(num_logprobs >= 0).tolist()
-                picked = self._stage.send(torch.tensor(rows))
+                picked = self.stage.send(torch.tensor(rows))
                 results += self.ops.logprobs(logits[picked], tokens[picked], int(num_logprobs.max()))
-            fetched = self._stage.fetch(results)
-        return LaunchedStep(header.num_rows, self._stage, fetched, rows_with_logprobs=rows, beams=beams)
+            fetched = self.stage.fetch(results)
+        return LaunchedStep(header.num_rows, self.stage, fetched, rows_with_logprobs=rows, beams=beams)

@@ -71,8 +71,11 @@ class HostGraph(TorchDispatchMode):
     @torch.inference_mode()
     def _poison(self) -> None:
         for tensor in self._shared:
-            # NaN, or a number that is no index of anything.
-            tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+            if tensor.dtype == torch.bool:
+                tensor.logical_not_()
+            else:
+                # NaN, or a number that is no index of anything.
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
 
 
 def tensors(values: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 
 from host_device import HostDevice
-from pagedkv import LLM, SamplingParams, loading
+from pagedkv import LLM, SamplingParams, gpu
 from pagedkv.batch import arena_section
 from pagedkv.ops import choose
 from pagedkv.ops.cuda import CudaOps
@@ -31,8 +31,8 @@ def checkpoint(tmp_path_factory):
 
 def engine(checkpoint, monkeypatch, ops, **changes):
     monkeypatch.setenv("PAGEDKV_POISON", "1")
-    monkeypatch.setattr(loading, "choose", lambda *_: ops)
-    options = {"dtype": "float16", "block_size": 8, "num_blocks": 80, "seed": 1}
+    monkeypatch.setattr(gpu, "choose_ops", lambda *_: ops)
+    options = {"dtype": "float16", "block_size": 8, "num_blocks": 80, "seed": 1, "max_num_seqs": 5}
     return LLM(**checkpoint.options | options | changes)
 
 

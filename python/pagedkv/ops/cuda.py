@@ -84,8 +84,13 @@ class CudaOps:
         self._scales = (key_scale, value_scale)
         self._addresses: tuple[list[int], Tensor] | None = None
 
-    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
+    def prepare(self, dtype: torch.dtype, head_dim: int, stored: torch.dtype | None = None) -> None:
         """Compiles and loads what a model needs, so that no step has to wait for it.
+
+        Args:
+            dtype: Of its weights.
+            head_dim: Elements of a head.
+            stored: Of the cache; that of the weights if None.
 
         Raises ValueError for a model that the kernels cannot compute.
         """
@@ -94,7 +99,9 @@ class CudaOps:
             raise ValueError(f"dtype is {dtype}, allowed on a GPU: {allowed}")
         if head_dim not in (BULK_HEAD_DIMS if self._swizzled else HEAD_DIMS):
             raise ValueError(f"head_dim of the model is {head_dim}, allowed on a GPU: {HEAD_DIMS}")
-        self.device.prepare(model_kernels(ELEMENT_NAMES[dtype], head_dim, swizzled=self._swizzled))
+        stored_bytes = (stored or dtype).itemsize
+        kernels = model_kernels(ELEMENT_NAMES[dtype], head_dim, stored_bytes, swizzled=self._swizzled)
+        self.device.prepare(kernels)
 
     # ---- rows
 
