@@ -185,7 +185,7 @@ class DecodeGraphs:
 
     def _capture(self, layout: DecodeLayout, compute: Compute) -> Graph:
         end = layout.tail
-        layout.pack(_NO_SECTIONS, empty_plan(), self._stage.buffers.take(end))
+        layout.pack(NO_SECTIONS, empty_plan(), self._stage.buffers.take(end))
         self._stage.buffers.send(end, self._words)
         batch = layout.batch(self._words)
 
@@ -212,4 +212,5 @@ def _no_sections() -> Iterator[tuple[str, Words]]:
     yield "copies", np.zeros(0, dtype=np.int32)
 
 
-_NO_SECTIONS: Final = dict(_no_sections())
+# A step with nothing to do, for a capture.
+NO_SECTIONS: Final = dict(_no_sections())

@@ -56,7 +56,7 @@ def prepare(config: EngineConfig, model: LoadedModel, ops: CudaOps) -> None:
     if config.bulk_attention:
         if int(ops.device.arch.removeprefix("sm_")) < MIN_BULK_ARCH:
             raise ValueError(
-                f"bulk_attention is True on {ops.device.arch}, allowed: sm_{MIN_BULK_ARCH} or newer"
+                f"bulk_attention is True on {ops.device.arch}, allowed: sm_{MIN_BULK_ARCH} and newer"
             )
         if head_dim not in BULK_HEAD_DIMS or config.kv_cache_dtype != "auto":
             allowed = ", ".join(map(str, BULK_HEAD_DIMS))

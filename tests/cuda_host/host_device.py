@@ -8,8 +8,8 @@ import ctypes
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -145,6 +145,7 @@ class HostDevice:
         self.memory_bytes = (1 << 30, 1 << 30)
         self.num_uploads = 0
         self.num_captures = 0
+        self._num_active = 0
         self._graphs: list[HostGraph] = []
         self._shared: list[Tensor] = []
         self._flags = (*CXX_FLAGS, *(SANITIZE if self.sanitize else ()))
@@ -170,9 +171,12 @@ class HostDevice:
         for kernel in kernels:
             self.load(kernel)
 
-    def active(self) -> AbstractContextManager[object]:
-        """See `pagedkv.ops.device.Device.active`."""
-        return nullcontext()
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """See `pagedkv.ops.device.Device.active`. Copies and captures are refused elsewhere."""
+        self._num_active += 1
+        yield
+        self._num_active -= 1
 
     def pinned(self, num_words: int) -> Tensor:
         """See `pagedkv.ops.device.Device.pinned`."""
@@ -180,6 +184,7 @@ class HostDevice:
 
     def upload(self, source: Tensor, target: Tensor) -> HostEvent:
         """See `pagedkv.ops.device.Device.upload`. Target is another memory than the source, as on a GPU."""
+        assert self._num_active, "another device may be the current one"
         assert source.data_ptr() != target.data_ptr()
         self.num_uploads += 1
         target.copy_(source)
@@ -187,11 +192,13 @@ class HostDevice:
 
     def download(self, source: Tensor) -> tuple[Tensor, HostEvent]:
         """See `pagedkv.ops.device.Device.download`."""
+        assert self._num_active, "another device may be the current one"
         target = torch.full_like(source, -7)
         return target, HostEvent(source, source.clone(), target)
 
     def capture(self, work: Callable[[], None]) -> HostGraph:
         """See `pagedkv.ops.device.Device.capture`."""
+        assert self._num_active, "another device may be the current one"
         self.num_captures += 1
         graph = HostGraph(self._shared)
         self._graphs.append(graph)

@@ -42,22 +42,34 @@ def prompts(checkpoint):
     return [text[:30], [*text[:24], 9, 11], [5], text]
 
 
-def test_answers_are_the_models(checkpoint, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "margin"),
+    [
+        ({}, CLEAR_MARGIN),
+        ({"bulk_attention": True}, CLEAR_MARGIN),
+        ({"kv_cache_dtype": "fp8"}, 6 * CLEAR_MARGIN),
+    ],
+    ids=["16 bits", "bulk", "fp8"],
+)
+def test_answers_are_the_models(checkpoint, monkeypatch, options, margin):
     device = HostDevice(capacity=8)
-    llm = engine(checkpoint, monkeypatch, CudaOps(device), max_num_batched_tokens=48)
+    ops = CudaOps(device, swizzled="bulk_attention" in options)
+    llm = engine(checkpoint, monkeypatch, ops, max_num_batched_tokens=48, **options)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     num_clear = 0
     for prompt, output in zip(
         prompts(checkpoint), llm.generate(prompts(checkpoint), params, use_tqdm=False), strict=True
     ):
         expected = checkpoint.greedy(prompt, NUM_TOKENS)
-        unclear = (i for i, margin in enumerate(expected.margins) if margin < CLEAR_MARGIN)
+        unclear = (i for i, one in enumerate(expected.margins) if one < margin)
         clear = next(unclear, NUM_TOKENS)
         assert output.outputs[0].token_ids[:clear] == expected.token_ids[:clear]
         num_clear += clear
-    assert num_clear > 2 * NUM_TOKENS, "a comparison that compares little"
+    assert num_clear > 2 * NUM_TOKENS * (CLEAR_MARGIN / margin), "a comparison that compares little"
     assert_at_rest(llm)
-    for name in ("attention", "rope_cache", "add_rms_norm", "silu_mul", "sample"):
+    decodes = {"bulk_attention": "attention_bulk", "kv_cache_dtype": "attention_fp8"}
+    names = {"attention" if not options else decodes[next(iter(options))]}
+    for name in names | {"rope_cache", "add_rms_norm", "silu_mul", "sample"}:
         assert sum(device.counters(name).values()) > 0, f"{name} was never launched"
 
 

@@ -86,7 +86,7 @@ def test_a_replay_follows_lengths_tables_and_prefixes_that_change_in_place():
     def work():
         out.copy_(ops.paged_attention(q, keys, values, batch, steps[0].scale))
 
-    with torch.inference_mode():
+    with torch.inference_mode(), device.active():
         graph = device.capture(work)
     for step in steps:
         num = len(step.q)
@@ -136,8 +136,9 @@ def test_the_recorder_forbids_what_a_capture_forbids():
         lambda: torch.ones(2).nonzero(),
         lambda: torch.ones(2).tolist(),
     ):
-        with torch.inference_mode(), pytest.raises(CaptureError):
-            HostDevice().capture(work)
+        device = HostDevice()
+        with torch.inference_mode(), device.active(), pytest.raises(CaptureError):
+            device.capture(work)
 
 
 def test_the_recorder_repeats_operations_with_the_memory_that_they_had():

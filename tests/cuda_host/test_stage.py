@@ -39,8 +39,14 @@ def arena_of(lengths):
     return np.array([1, len(sections), *directory, *data, *[-9] * 50], dtype=np.int32)
 
 
-def test_a_step_and_its_work_list_travel_in_one_copy():
+@pytest.fixture
+def device():
     device = HostDevice()
+    with device.active():
+        yield device
+
+
+def test_a_step_and_its_work_list_travel_in_one_copy(device):
     stage = DeviceStage(device, OPTIONS, num_words=10)
     for lengths in ([700, 3], [5, 20, 90]):
         arena = arena_of(lengths)
@@ -62,8 +68,8 @@ def test_a_step_and_its_work_list_travel_in_one_copy():
         assert used_words(kept) == len(kept) - 50
 
 
-def test_a_buffer_is_written_again_once_it_has_been_copied():
-    buffers, target = PinnedBuffers(HostDevice(), 8), torch.zeros(8, dtype=torch.int32)
+def test_a_buffer_is_written_again_once_it_has_been_copied(device):
+    buffers, target = PinnedBuffers(device, 8), torch.zeros(8, dtype=torch.int32)
     events, memory = [], set()
     for step in range(2 * NUM_BUFFERS):
         words = buffers.take(4)
@@ -76,8 +82,8 @@ def test_a_buffer_is_written_again_once_it_has_been_copied():
     assert target.tolist() == [2 * NUM_BUFFERS - 1] * 4 + [0] * 4
 
 
-def test_the_device_of_these_tests_notices_a_buffer_that_is_written_too_early():
-    buffers, target = PinnedBuffers(HostDevice(), 8), torch.zeros(8, dtype=torch.int32)
+def test_the_device_of_these_tests_notices_a_buffer_that_is_written_too_early(device):
+    buffers, target = PinnedBuffers(device, 8), torch.zeros(8, dtype=torch.int32)
     words = buffers.take(4)
     words[:] = 1
     buffers.send(4, target)
@@ -88,16 +94,15 @@ def test_the_device_of_these_tests_notices_a_buffer_that_is_written_too_early():
         buffers.take(4)
 
 
-def test_results_are_there_after_the_wait_only():
-    stage = DeviceStage(HostDevice(), OPTIONS, num_words=10)
+def test_results_are_there_after_the_wait_only(device):
+    stage = DeviceStage(device, OPTIONS, num_words=10)
     sampled = torch.tensor([4, 5])
     fetched = stage.fetch([sampled])
     sampled.fill_(0)  # What the next step does, which is enqueued behind the copy.
     assert [tensor.tolist() for tensor in fetched()] == [[4, 5]]
 
 
-def test_small_tensors_are_sent_from_pinned_memory_too():
-    device = HostDevice()
+def test_small_tensors_are_sent_from_pinned_memory_too(device):
     stage = DeviceStage(device, OPTIONS, num_words=2)
     assert stage.send(torch.tensor([3, 1, 9])).tolist() == [3, 1, 9]
     assert device.num_uploads == 1
