@@ -54,14 +54,8 @@ def run(report: Report) -> None:
 
 def new_llm(**options: Any) -> LLM:
     """The demo model on the GPU, unless `options` say otherwise."""
-    return LLM(
-        **{"device": "cuda", "dtype": "bfloat16", "max_model_len": 2048} | gpu_options(options) | options
-    )
-
-
-def gpu_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that a CPU has no use for."""
-    return {} if options.get("device") == "cpu" else {"gpu_memory_utilization": UTILIZATION}
+    usual = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 2048}
+    return LLM(**usual | {"gpu_memory_utilization": UTILIZATION} | options)
 
 
 def answers(llm: LLM) -> list[list[int]]:

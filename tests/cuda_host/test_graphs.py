@@ -11,15 +11,15 @@ import torch
 from host_device import HostDevice
 from host_graph import CaptureError, HostGraph
 from paged_steps import exact_attention, make_step, relative_error
-from pagedkv import SamplingParams
-from pagedkv.decode_graphs import DecodeGraphs, decode_layout, graph_sizes
+from pagedkv import RequestFailed, SamplingParams
+from pagedkv.decode_graphs import DecodeGraphs, DecodeLayout, decode_layout, graph_sizes
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.ops.cuda_attention import plan_sections
 from pagedkv.ops.cuda_plan import empty_plan
 from pagedkv.ops.cuda_work_list import WorkListLayout
 from test_engine import checkpoint, engine, prompts  # noqa: F401 - the fixture
 from test_plan import arrays, options
-from tiny_llm import assert_at_rest, texts
+from tiny_llm import assert_at_rest, sampled, texts
 
 NAMES = ("query_start", "seq_lens", "table_start", "block_ids")
 
@@ -156,3 +156,13 @@ def test_the_recorder_repeats_operations_with_the_memory_that_they_had():
     with torch.inference_mode(), HostGraph(shared):
         torch.ones(2) + 1
     assert doubled.isnan().all()
+
+
+def test_a_step_that_is_not_read_from_memory_that_stays_shows(checkpoint, monkeypatch):  # noqa: F811
+    """What the tests above rely on: here graphs read a copy of the words, which stays as at the capture."""
+    batch = DecodeLayout.batch
+    monkeypatch.setattr(DecodeLayout, "batch", lambda layout, words: batch(layout, words.clone()))
+    llm = engine(checkpoint, monkeypatch, CudaOps(HostDevice()))
+    # No work item reads for the row, so its attention is what lay in memory before.
+    with pytest.raises(RequestFailed, match="row 0 of the logits is NaN"):
+        llm.generate(prompts(checkpoint)[:1], sampled(seed=1), use_tqdm=False)
