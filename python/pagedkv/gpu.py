@@ -14,6 +14,7 @@ from pagedkv.config import EngineConfig
 from pagedkv.decode_graphs import DecodeGraphs, decode_layout, graph_sizes
 from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel
+from pagedkv.models.rope import table_bytes
 from pagedkv.ops import Ops, choose
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.ops.cuda_kernels import BULK_HEAD_DIMS, MIN_BULK_ARCH
@@ -103,6 +104,7 @@ def memory_for_cache(config: EngineConfig, model: LoadedModel, ops: CudaOps) -> 
             config, ops, runner, TrialStep.of_prompts(config.max_num_batched_tokens, prompt_len, rows)
         )
         graph_bytes = _graph_bytes(config, model, ops, runner, max_len) if config.cuda_graphs else 0
+        positions_bytes = table_bytes(model.config.head_dim, max_len)
         del runner
         free_bytes, total_bytes = ops.device.memory()
     logger.info("the largest step takes %s, graphs %s", format_bytes(step_bytes), format_bytes(graph_bytes))
@@ -110,7 +112,7 @@ def memory_for_cache(config: EngineConfig, model: LoadedModel, ops: CudaOps) -> 
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         step_bytes=step_bytes,
-        graph_bytes=graph_bytes,
+        kept_bytes=graph_bytes + positions_bytes,
         utilization=config.gpu_memory_utilization,
     )
 

@@ -172,7 +172,7 @@ def cpu_budget(free_bytes: int) -> int:
 
 
 def gpu_budget(
-    *, free_bytes: int, total_bytes: int, step_bytes: int, graph_bytes: int, utilization: float
+    *, free_bytes: int, total_bytes: int, step_bytes: int, kept_bytes: int, utilization: float
 ) -> int:
     """The bytes that a cache on a GPU may take by default.
 
@@ -180,21 +180,21 @@ def gpu_budget(
         free_bytes: free once the weights are loaded.
         total_bytes: all there are.
         step_bytes: what the largest step takes besides, at its height.
-        graph_bytes: what captured graphs keep.
+        kept_bytes: what graphs and the table of positions will keep.
         utilization: the share of all that may be used.
 
     Raises:
         ValueError: nothing is left.
     """
     used = total_bytes - free_bytes
-    budget = int(total_bytes * utilization) - used - step_bytes - graph_bytes
+    budget = int(total_bytes * utilization) - used - step_bytes - kept_bytes
     # Another process may have taken what this one may use.
-    budget = min(budget, free_bytes - step_bytes - graph_bytes)
+    budget = min(budget, free_bytes - step_bytes - kept_bytes)
     if budget <= 0:
         raise ValueError(
             f"gpu_memory_utilization is {utilization:g} of {format_bytes(total_bytes)}, which leaves nothing "
-            f"for the cache: {format_bytes(used)} are taken, a step needs {format_bytes(step_bytes)} and "
-            f"graphs {format_bytes(graph_bytes)}; choose more, or a smaller max_num_batched_tokens"
+            f"for the cache: {format_bytes(used)} are taken, a step needs {format_bytes(step_bytes)}, graphs "
+            f"and positions {format_bytes(kept_bytes)}; choose more, or a smaller max_num_batched_tokens"
         )
     return budget
 

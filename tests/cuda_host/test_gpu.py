@@ -54,7 +54,7 @@ def test_the_cache_takes_what_the_largest_step_and_the_graphs_leave(checkpoint, 
     per_block = 2 * 2 * 2 * 64 * 2 * 8  # layers, keys and values, heads, elements, bytes, slots
     num_blocks = llm.snapshot()["num_blocks"]
     static = most - (num_blocks + 1) * per_block
-    assert 0 < static < MIB, "buffers of the graphs: words, logits, parts"
+    assert 0 < static < MIB, "positions, and buffers of the graphs: words, logits, parts"
     assert any(message.startswith("the largest step takes 3.00 MiB") for message in caplog.messages)
     llm.generate(prompts(checkpoint)[:2], sampled(seed=1), use_tqdm=False)
     assert_at_rest(llm)
@@ -64,7 +64,8 @@ def test_without_graphs_none_are_counted(checkpoint, monkeypatch):  # noqa: F811
     llm, device = sized(checkpoint, monkeypatch, cuda_graphs=False, gpu_memory_utilization=0.5)
     assert len(device.trials) == 1
     assert device.num_captures == 0
-    assert llm.snapshot()["num_blocks"] == 7 * MIB // (2 * 2 * 2 * 64 * 2 * 8) - 1
+    positions = 2 * 64 * 64 * 4  # cosines and sines, positions, elements, bytes
+    assert llm.snapshot()["num_blocks"] == (7 * MIB - positions) // (2 * 2 * 2 * 64 * 2 * 8) - 1
 
 
 def test_a_gpu_that_is_full_is_refused(checkpoint, monkeypatch):  # noqa: F811

@@ -161,7 +161,7 @@ def test_shares_of_the_free_memory():
 
 
 def gpu_budget(**changes):
-    figures = {"free_bytes": 120, "total_bytes": 140, "step_bytes": 3, "graph_bytes": 2}
+    figures = {"free_bytes": 120, "total_bytes": 140, "step_bytes": 3, "kept_bytes": 2}
     figures = {name: changes.pop(name, size) * GIB for name, size in figures.items()}
     return plan.gpu_budget(**figures, **{"utilization": 0.9} | changes)
 
