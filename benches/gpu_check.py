@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import gpu_engine
@@ -27,7 +28,7 @@ from pagedkv.ops import reference
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.ops.cuda_attention import plan_sections
 from pagedkv.ops.cuda_device import Gpu
-from pagedkv.ops.cuda_kernels import HEAD_DIMS, all_kernels
+from pagedkv.ops.cuda_kernels import BULK_HEAD_DIMS, HEAD_DIMS, MIN_BULK_ARCH, all_kernels
 from pagedkv.ops.cuda_plan import empty_plan
 from pagedkv.stage import DeviceStage
 
@@ -139,6 +140,30 @@ def check_attention(ops: CudaOps, report: Report, batches: tuple[Lengths, ...] =
         )
         label = f"attention, {len(lengths)} sequences, D {head_dim}, block {block_size}, {dtype}, {stored}"
         report.check(label, relative_error(given, exact), TOLERANCE[dtype])
+
+
+def check_bulk(ops: CudaOps, report: Report, lengths: Lengths = DECODES) -> None:
+    """Bulk copies, where the GPU has them, over caches whose chunks lie as they want them."""
+    if int(ops.device.arch.removeprefix("sm_")) < MIN_BULK_ARCH:
+        report.row("bulk copies", f"not on {ops.device.arch}")
+        return
+    bulk = CudaOps(ops.device, swizzled=True)
+    for dtype, head_dim in itertools.product(TOLERANCE, BULK_HEAD_DIMS):
+        step = make_step(lengths, (8, 2), head_dim, 16, dtype, dtype)
+        keys, values = step.caches[0]
+        given = bulk.paged_attention(step.q, swizzle(keys), swizzle(values), step.batch, step.scale)
+        exact = reference.paged_attention(
+            step.q.float(), keys.float(), values.float(), step.batch, step.scale
+        )
+        report.check(f"bulk, D {head_dim}, {dtype}", relative_error(given, exact), TOLERANCE[dtype])
+
+
+def swizzle(cache: Tensor) -> Tensor:
+    """A cache with chunk c of 16 bytes of slot s at place c ^ (s & 7), see `cuda/attention_bulk.cu`."""
+    chunks = cache.unflatten(3, (-1, 8))
+    slots = torch.arange(cache.shape[2], device=cache.device)[:, None]
+    order = torch.arange(chunks.shape[3], device=cache.device) ^ (slots & 7)
+    return chunks.take_along_dim(order[None, None, :, :, None], 3).flatten(3)
 
 
 def check_rows(ops: CudaOps, report: Report) -> None:
@@ -281,7 +306,10 @@ def measure_decodes(ops: CudaOps, report: Report, copy: float) -> None:
     """Batches of decodes at several lengths and block sizes; `copy` is what `measure_ceilings` found."""
     cases = [(64, 4096, size) for size in (8, 16, 64, 256)]
     cases += [(8, 4096, 16), (256, 1024, 16), (1, 32_768, 16), (16, 16_384, 16)]
-    for stored in (torch.bfloat16, FP8):
+    kinds = [("bf16", ops, torch.bfloat16), ("e4m3", ops, FP8)]
+    if int(ops.device.arch.removeprefix("sm_")) >= MIN_BULK_ARCH:
+        kinds.insert(1, ("bf16 by bulk copies", CudaOps(ops.device, swizzled=True), torch.bfloat16))
+    for kind, chosen, stored in kinds:
         for num, seq_len, block_size in cases:
             if not report.has_time(15):
                 return
@@ -290,13 +318,13 @@ def measure_decodes(ops: CudaOps, report: Report, copy: float) -> None:
             )
             us = measure_us(
                 [
-                    lambda layer=layer, step=step: ops.paged_attention(step.q, *layer, step.batch, step.scale)
+                    partial(chosen.paged_attention, step.q, *layer, step.batch, step.scale)
                     for layer in step.caches
                 ]
             )
             num_bytes = num * seq_len * 8 * 128 * 2 * stored.itemsize
             share = num_bytes / us / copy
-            name = f"decode {num} x {seq_len}, block {block_size}, {str(stored).removeprefix('torch.')}"
+            name = f"decode {num} x {seq_len}, block {block_size}, {kind}"
             report.row(name, f"{us:8.1f} us  {num_bytes / us / 1e6:5.2f} TB/s  {share:4.0%} of a copy")
 
 
@@ -358,7 +386,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, {gpu.arch}, torch {torch.__version__}", flush=True)
     gpu.prepare(all_kernels())
     ops = CudaOps(gpu)
-    checks = (check_attention, check_rows, check_sample, check_graph)
+    checks = (check_attention, check_bulk, check_rows, check_sample, check_graph)
     for check in checks:
         attempt(report, check.__name__, lambda check=check: check(ops, report))
     print(f"checks: {len(report.failures)} failed", flush=True)
@@ -390,6 +418,7 @@ def try_on_host() -> int:
     ops, report = CudaOps(HostDevice()), Report(math.inf)
     with torch.inference_mode():
         check_attention(ops, report, ([(1, 20), (1, 90), (9, 40)],))
+        check_bulk(ops, report, [(1, 20), (1, 90)])
         check_rows(ops, report)
         check_sample(ops, report, vocab_size=1000)
         check_graph(ops, report, head_dim=64)
