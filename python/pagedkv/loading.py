@@ -85,7 +85,8 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
         gpu.capture_graphs(config, loaded, ops, runner, plan.max_model_len)
     else:
         runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows)
-    return Engine(core, runner), front
+    overlap = device.type == "cuda" if config.overlap is None else config.overlap
+    return Engine(core, runner, overlap=overlap), front
 
 
 def choose_device(device: str) -> torch.device:

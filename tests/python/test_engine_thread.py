@@ -91,7 +91,7 @@ async def test_the_heart_beats_while_idle_and_shows_a_hanging_step(checkpoint, e
                 await asyncio.sleep(0.01)
         release = threading.Event()
         runner = await llm.ask(lambda core: llm._thread._engine.runner)
-        forward = runner.run
+        forward = runner.launch
 
         def hanging(header, arena):
             release.wait(30)

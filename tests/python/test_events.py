@@ -42,7 +42,7 @@ class Runner:
         return Launched(StepResult(np.full(header.num_rows, header.step_id % 1000, np.int32), None))
 
 
-def new_engine(max_num_seqs=8):
+def new_engine(max_num_seqs=8, overlap=False):
     core = Core(
         num_blocks=400,
         block_size=16,
@@ -51,7 +51,7 @@ def new_engine(max_num_seqs=8):
         max_model_len=512,
         eos_token_ids=[],
     )
-    return Engine(core, Runner())
+    return Engine(core, Runner(), overlap=overlap)
 
 
 def submit(engine, number=0):
