@@ -186,7 +186,8 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise _refusal("kv_cache_dtype", self.kv_cache_dtype, ", ".join(KV_CACHE_DTYPES))
         utilization = self.gpu_memory_utilization
-        if not isinstance(utilization, int | float) or not 0 < utilization <= 1:
+        is_number = isinstance(utilization, int | float) and not isinstance(utilization, bool)
+        if not is_number or not 0 < utilization <= 1:
             raise _refusal("gpu_memory_utilization", utilization, "a number above 0, at most 1")
         if self.overlap is not None:
             check_bool(_invalid, "overlap", self.overlap, "True, False or None")

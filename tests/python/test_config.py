@@ -74,6 +74,7 @@ def test_the_typed_keyword_arguments_are_the_fields():
         ("kv_memory", "lots", "a number of bytes"),
         ("gpu_memory_utilization", 0, "a number above 0, at most 1"),
         ("gpu_memory_utilization", 1.5, "a number above 0, at most 1"),
+        ("gpu_memory_utilization", True, "a number above 0, at most 1"),
         ("gpu_memory_utilization", "most", "a number above 0, at most 1"),
         ("kv_cache_dtype", "int8", "auto, fp8"),
         ("bulk_attention", 1, "True or False"),
