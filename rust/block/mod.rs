@@ -10,8 +10,8 @@
 //!   +------+ ---------------> +-------+ -----------------------------+
 //!   | free |                  | owned | <----------------------------+   owned, published or not
 //!   +------+ <--------------- +-------+ ------------------+
-//!    ^    ^   last release,    ^     |                    | last release while a copy
-//!    |    |   unpublished      |     | last release,      | reads it
+//!    ^    ^   last release,    ^     |                    | last release while it is
+//!    |    |   unpublished      |     | last release,      | leased
 //!    |    |                    |     | published          v
 //!    |    |              share |     |               +--------+
 //!    |    |                    |     v               | fenced |  share: back to owned
@@ -28,6 +28,8 @@
 //!
 //! # Rules
 //!
+//! - Where a step is built while another one is in flight, each has its leases: of what its copies read, and of blocks that
+//!   were exchanged for equal ones while it reads them. [`BlockPool::end_step`] drops those of the older one.
 //! - A block held by two tables, or published, is never written: [`BlockTable::reserve`] copies it first. A
 //!   lease of the step does not stop a write, because all copies of a step run before its first write; it stops
 //!   the block from becoming the destination of another copy of the same step. One of another thread's copy stops

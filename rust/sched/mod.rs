@@ -3,6 +3,8 @@
 //!
 //! One rule serves prompts, chunks, prefix hits, resumption and decoding: a sequence has `num_computed` tokens in the
 //! cache and `num_tokens` tokens in all, and every step lets the first number chase the second under a token budget.
+//! A step may be built while the one before it is computed: `num_scheduled` runs ahead of `num_computed` then, by one
+//! token even of `num_tokens`; see `in_flight`.
 //!
 //! ```text
 //!              admit                    last token, stop, length

@@ -8,7 +8,7 @@
 //! word 2..     N pairs (offset, length) in words, in the order below
 //!
 //! token_ids     T     tokens to compute, sequence after sequence
-//! token_source  T     -1, or the row of the step before whose sample is this token
+//! token_source  T     -1, or the row of the step in flight whose sample is this token; token_ids has anything there
 //! positions     T     index of each token in its sequence
 //! slot_mapping  T     block * block_size + offset where its keys and values go
 //! query_start   S+1   where each sequence's tokens begin; the last entry is T
@@ -21,12 +21,16 @@
 //! copies        C*2   source and destination block; all are copied before anything is written
 //! swaps         0     blocks that move between tiers
 //! rows          R*4   request id (low, high), sample index, prompt tokens that were found in the cache
-//! ended         E*4   request id (low, high), sample index, reason: sequences that ended outside a commit
+//! ended         E*4   request id (low, high), sample index, reason: sequences that ended outside a commit; some may have
+//!                     rows in the step in flight, which are void
 //! beams         B*2   row that belongs to a beam, number of candidates that the commit needs of it
 //! ```
 //!
 //! The first sequences are those that decode: one scheduled token, which is sampled. Others may have one token too. A
 //! prompt with n samples has n rows that read the same token's logits. A chunk that does not reach the prompt's end has no row.
+//!
+//! A step may be written while one other is in flight, which is the one that was launched before it. Then a sequence
+//! that decodes may have a token which that one samples, and every position and length counts it as known.
 
 use crate::block::BlockTable;
 use crate::config::{CoreConfig, MAX_ENDED_PER_STEP};
