@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 __all__ = [
     "Conflict",
     "Core",
+    "DecoderLayer",
     "Edge",
     "EventReader",
     "InvalidRequest",
@@ -335,16 +336,30 @@ class PackedLinear:
 
 @final
 class StepPlan:
-    """How the attention of one step is cut into pieces of work: made once, used by every layer.
+    """What the layers of one step share, above all how attention is cut into pieces of work: made once.
 
-    Tables are checked here once; sequences whose tables begin with the same blocks are found, so that these
+    Tables are checked once, by the first layer, which knows the cache; sequences whose tables begin with the same blocks are found, so that these
     are read once for all of them.
     """
 
     def __new__(
-        cls, query_start: _Indices, seq_lens: _Indices, table_start: _Indices, block_ids: _Indices
+        cls,
+        query_start: _Indices,
+        seq_lens: _Indices,
+        table_start: _Indices,
+        block_ids: _Indices,
+        positions: _Indices,
+        slot_mapping: _Indices,
     ) -> StepPlan:
-        """Copies the step's sections. They are checked by the first call, which knows the cache."""
+        """Copies the step's sections."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+    def phases(self) -> dict[str, tuple[int, float]]:
+        """Calls of kernels, and their seconds, that `DecoderLayer.forward` has made for this step.
+
+        By phase: "plan" (of attention), "norm", "qkv", "rope_cache", "attention", "out", "gate_up", "down".
+        """
 
     def paged_attention(
         self,
@@ -364,6 +379,37 @@ class StepPlan:
         blocks that are shared, or the chunk of the prompt that it came in. Raises ValueError where shapes,
         lengths or block ids do not fit. The GIL is released when the call is expected to take a millisecond
         or more.
+        """
+
+@final
+class DecoderLayer:
+    """A decoder layer: `pagedkv.ops.Ops.decoder_layer`. Holds what is the same in every step."""
+
+    def __new__(
+        cls,
+        products: tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear],
+        norms: Sequence[int],
+        eps: float,
+        num_heads: int,
+        scale: float,
+        angles: tuple[_Tensor, _Tensor],
+        key_cache: _Tensor,
+        value_cache: _Tensor,
+        cache_type: str,
+    ) -> DecoderLayer:
+        """Keeps the addresses: their memory must outlive the object, the angles unchanged.
+
+        products are those of qkv, out, gate_up and down, all of one type; norms the addresses of dense
+        weights of that type: before attention, before the feed-forward layer, and if there are four, of each
+        query head and each key head. angles and caches are as in `rope_cache`.
+        """
+    def forward(self, step: StepPlan, residual: int, update: int, adds_update: bool) -> None:
+        """Computes the layer for a step.
+
+        residual and update are addresses of dense [T, hidden] of the type of the weights. Both are written;
+        update is read only if `adds_update`. What phases hand on lies in buffers of the calling thread, which
+        are kept. Raises ValueError where shapes, positions, slots or tables do not fit, before anything is
+        written. The same rule for the GIL as in `StepPlan.paged_attention`.
         """
 
 def rope_cache(

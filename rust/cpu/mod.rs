@@ -16,6 +16,7 @@
 //! | `tile_amx`, `amx` | the same in bf16 on matrix tiles, and their instructions |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |
+//! | `layer` | a whole decoder layer: the kernels one after another, and what they hand on |
 //! | `sample`, `cut`, `noise` | sampling, where a filter cuts the ranking, and the arithmetic that all backends share |
 //! | `pool` | the threads |
 //! | `peak` | what the processor could do at most |
@@ -31,6 +32,7 @@ pub mod copy_blocks;
 mod cut;
 pub mod element;
 pub mod isa;
+pub mod layer;
 pub mod linear;
 mod noise;
 pub mod norm;

@@ -1,10 +1,14 @@
-//! Binding of attention: the step's plan, made once and used by every layer.
+//! Bindings of what the layers of a step share, its plan of attention above all, and of attention alone.
+
+use std::collections::HashMap;
+use std::time::Instant;
 
 use pyo3::prelude::*;
 
 use super::cpu::{Indices, Tensor, cache, dtype, numbers, rows, run};
 use crate::cpu::attention::Attention;
 use crate::cpu::batch::Batch;
+use crate::cpu::layer::{Phase, PhaseTimes};
 use crate::cpu::plan::{Geometry, Plan};
 use crate::cpu::pool;
 
@@ -15,19 +19,33 @@ pub(super) struct StepPlan {
     seq_lens: Vec<i32>,
     table_start: Vec<i32>,
     block_ids: Vec<i32>,
+    positions: Vec<i32>,
+    slot_mapping: Vec<i32>,
     /// The plan, for a geometry and a number of threads.
     plan: Option<(Geometry, usize, Plan)>,
+    /// Of the step's decoder layers so far.
+    times: PhaseTimes,
+}
+
+/// A step whose plan is made.
+pub(super) struct Planned<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) positions: &'a [i32],
+    pub(super) slot_mapping: &'a [i32],
+    /// Where its layers add up their times.
+    pub(super) times: &'a mut PhaseTimes,
 }
 
 impl StepPlan {
-    /// The plan for a geometry; it is made again only where a layer has another one than the layer before.
-    fn plan(&mut self, geometry: Geometry) -> PyResult<&Plan> {
+    /// Makes the plan for a geometry; again only where a layer has another one than the layer before.
+    fn make(&mut self, geometry: Geometry) -> PyResult<()> {
         let num_threads = pool::num_threads();
         let is_made = self
             .plan
             .as_ref()
             .is_some_and(|(made_for, threads, _)| (*made_for, *threads) == (geometry, num_threads));
         if !is_made {
+            let start = Instant::now();
             let batch = Batch {
                 query_start: &self.query_start,
                 seq_lens: &self.seq_lens,
@@ -35,10 +53,23 @@ impl StepPlan {
                 block_ids: &self.block_ids,
             };
             self.plan = Some((geometry, num_threads, Plan::new(&batch, geometry)?));
+            self.times.add(Phase::Plan, start.elapsed());
         }
-        let (_, _, plan) = self.plan.as_ref().expect("made above");
-        Ok(plan)
+        Ok(())
     }
+
+    /// What a layer of a geometry wants to know of the step.
+    pub(super) fn plan(&mut self, geometry: Geometry) -> PyResult<Planned<'_>> {
+        self.make(geometry)?;
+        let (_, _, plan) = self.plan.as_ref().expect("made above");
+        Ok(Planned {
+            plan,
+            positions: &self.positions,
+            slot_mapping: &self.slot_mapping,
+            times: &mut self.times,
+        })
+    }
+
 }
 
 #[pymethods]
@@ -49,6 +80,8 @@ impl StepPlan {
         seq_lens: Indices,
         table_start: Indices,
         block_ids: Indices,
+        positions: Indices,
+        slot_mapping: Indices,
     ) -> PyResult<Self> {
         let copy = |name, indices| -> PyResult<Vec<i32>> {
             // SAFETY: the caller vouches for the addresses; the numbers are copied before anything else happens.
@@ -59,8 +92,26 @@ impl StepPlan {
             seq_lens: copy("seq_lens", seq_lens)?,
             table_start: copy("table_start", table_start)?,
             block_ids: copy("block_ids", block_ids)?,
+            positions: copy("positions", positions)?,
+            slot_mapping: copy("slot_mapping", slot_mapping)?,
             plan: None,
+            times: PhaseTimes::default(),
         })
+    }
+
+    /// See `_core.pyi`.
+    #[getter]
+    pub(super) fn num_tokens(&self) -> usize {
+        self.positions.len()
+    }
+
+    /// See `_core.pyi`.
+    fn phases(&self) -> HashMap<&'static str, (usize, f64)> {
+        let entry = |phase: Phase| {
+            let (calls, duration) = self.times.of(phase);
+            (phase.name(), (calls, duration.as_secs_f64()))
+        };
+        Phase::ALL.into_iter().map(entry).collect()
     }
 
     /// See `_core.pyi`. The caller vouches for the addresses.
@@ -86,7 +137,7 @@ impl StepPlan {
             cache("value_cache", cache_type, value_cache)?,
         );
         let dense = [num_heads * head_dim, head_dim, 1];
-        let plan = self.plan(Geometry {
+        let Planned { plan, .. } = self.plan(Geometry {
             num_tokens,
             num_heads,
             num_kv_heads: key_cache.num_kv_heads,

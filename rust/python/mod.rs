@@ -10,6 +10,7 @@ mod cuda;
 mod edge;
 mod events;
 mod explain;
+mod layer;
 mod linear;
 mod norm;
 mod sample;
@@ -35,6 +36,8 @@ mod _core {
     use super::edge::{Edge, InvalidRequest, QueueFull};
     #[pymodule_export]
     use super::events::EventReader;
+    #[pymodule_export]
+    use super::layer::DecoderLayer;
     #[pymodule_export]
     use super::linear::PackedLinear;
     #[pymodule_export]

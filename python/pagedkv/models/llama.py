@@ -18,23 +18,16 @@ from pagedkv.kv_cache import KVCache
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.rope import cos_sin_table
 from pagedkv.ops import Ops, PackedWeight
+from pagedkv.ops.layer import LayerWeights
 
 
 class RMSNorm(nn.Module):
-    """Scales rows to a root mean square of 1, then by a weight."""
+    """The weight of a norm, which scales rows to a root mean square of 1 first."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
-
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        """[T, size] -> [T, size]."""
-        return ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        """Adds x to `residual`, in place, and scales the sum: [T, size] -> [T, size]."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Embedding(nn.Module):
@@ -75,16 +68,10 @@ def pack(ops: Ops, parts: Sequence[Linear], *, release: bool, gated: bool = Fals
 
 
 class Attention(nn.Module):
-    """Grouped-query attention through the paged cache."""
-
-    qkv: PackedWeight
-    out: PackedWeight
+    """The parameters of grouped-query attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        self.scale = config.head_dim**-0.5
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, query_size, config.attention_bias)
         self.k_proj = Linear(config.hidden_size, kv_size, config.attention_bias)
@@ -93,36 +80,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def pack(self, ops: Ops, *, release: bool) -> None:
-        """See `LlamaForCausalLM.pack`."""
-        self.qkv = pack(ops, [self.q_proj, self.k_proj, self.v_proj], release=release)
-        self.out = pack(ops, [self.o_proj], release=release)
-
-    def forward(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        batch: StepBatch,
-        cache: tuple[Tensor, Tensor],
-        ops: Ops,
-    ) -> Tensor:
-        """[T, hidden] -> [T, hidden]; writes this step's keys and values into `cache` on the way."""
-        num_tokens = len(x)
-        heads = ops.linear(x, self.qkv).view(num_tokens, -1, self.head_dim)
-        q, k, v = torch.split(heads, self.head_counts, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q.reshape(-1, self.head_dim), ops).view(q.shape)
-            k = self.k_norm(k.reshape(-1, self.head_dim), ops).view(k.shape)
-        q = ops.rope_cache(q, k, v, *angles, batch.positions, *cache, batch.slot_mapping)
-        mixed = ops.paged_attention(q, *cache, batch, self.scale)
-        return ops.linear(mixed.reshape(num_tokens, -1), self.out)
-
 
 class MLP(nn.Module):
-    """The gated feed-forward layer."""
-
-    gate_up: PackedWeight
-    down: PackedWeight
+    """The parameters of the gated feed-forward layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -130,56 +90,44 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
-    def pack(self, ops: Ops, *, release: bool) -> None:
-        """See `LlamaForCausalLM.pack`."""
-        self.gate_up = pack(ops, [self.gate_proj, self.up_proj], release=release, gated=True)
-        self.down = pack(ops, [self.down_proj], release=release)
-
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        return ops.linear(ops.linear(x, self.gate_up), self.down)
-
 
 class Layer(nn.Module):
-    """One decoder layer: attention and feed-forward, each after a norm and added to what came in."""
+    """The parameters of one decoder layer: attention and feed-forward, each after a norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def pack(self, ops: Ops, *, release: bool) -> None:
-        """See `LlamaForCausalLM.pack`."""
-        self.self_attn.pack(ops, release=release)
-        self.mlp.pack(ops, release=release)
-
-    def forward(
-        self,
-        residual: Tensor,
-        update: Tensor | None,
-        angles: tuple[Tensor, Tensor],
-        batch: StepBatch,
-        cache: tuple[Tensor, Tensor],
-        ops: Ops,
-    ) -> Tensor:
-        """[T, hidden] -> [T, hidden].
-
-        `update` is what the layer before returned: it is added to `residual`, in place, together with the
-        norm that reads the sum. What this layer returns is still to be added.
-        """
-        norm = self.input_layernorm
-        x = norm(residual, ops) if update is None else norm.add(update, residual, ops)
-        update = self.self_attn(x, angles, batch, cache, ops)
-        out: Tensor = self.mlp(self.post_attention_layernorm.add(update, residual, ops), ops)
-        return out
+    def pack(self, ops: Ops, *, release: bool) -> LayerWeights:
+        """See `LlamaForCausalLM.pack`. The norms share the memory of their parameters."""
+        config, attention, mlp = self.config, self.self_attn, self.mlp
+        head_norms = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            head_norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
+        return LayerWeights(
+            input_norm=self.input_layernorm.weight.detach(),
+            qkv=pack(ops, [attention.q_proj, attention.k_proj, attention.v_proj], release=release),
+            head_norms=head_norms,
+            out=pack(ops, [attention.o_proj], release=release),
+            post_norm=self.post_attention_layernorm.weight.detach(),
+            gate_up=pack(ops, [mlp.gate_proj, mlp.up_proj], release=release, gated=True),
+            down=pack(ops, [mlp.down_proj], release=release),
+            eps=config.rms_norm_eps,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
 
 
 class Decoder(nn.Module):
     """Embedding, layers and the last norm.
 
     Attributes:
+        packed: what `layers` computes with, layer by layer.
         tied: the packed output layer, where it is the embedding as well; then `embed_tokens` is not read.
     """
 
@@ -188,6 +136,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.packed: list[LayerWeights] = []
         self.tied: PackedWeight | None = None
 
     def forward(
@@ -204,13 +153,14 @@ class Decoder(nn.Module):
         else:
             residual = ops.embedding(batch.token_ids, self.tied)
         update = None
-        for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
+        for layer, cache in zip(self.packed, kv_cache.layers, strict=True):
             if before_layer is not None:
                 before_layer()
-            update = layer(residual, update, angles, batch, cache, ops)
+            update = ops.decoder_layer(residual, update, layer, angles, batch, cache)
         assert update is not None, "a model has layers"
         # The norm works row by row, so the rows nobody samples need not go through it.
-        return self.norm.add(update[batch.sample_rows], residual[batch.sample_rows], ops)
+        update, residual = update[batch.sample_rows], residual[batch.sample_rows]
+        return ops.add_rms_norm(update, residual, self.norm.weight, self.norm.eps)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -233,8 +183,8 @@ class LlamaForCausalLM(nn.Module):
             release: Drop what was packed, so that no weight is held twice. The model cannot be packed again.
             progress: Show a bar.
         """
-        for layer in tqdm(self.model.layers, desc="packing weights", disable=not progress, leave=False):
-            layer.pack(ops, release=release)
+        layers = tqdm(self.model.layers, desc="packing weights", disable=not progress, leave=False)
+        self.model.packed = [layer.pack(ops, release=release) for layer in layers]
         embedding = self.model.embed_tokens
         is_tied = embedding.weight is self.lm_head.weight
         self.head = pack(ops, [self.lm_head], release=release)

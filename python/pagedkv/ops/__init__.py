@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.errors import BackendUnavailable
+from pagedkv.ops.layer import LayerWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
 
@@ -103,6 +104,29 @@ class Ops(Protocol):
 
         A token at position p attends to positions 0..p of its sequence, found through the block table. Query
         head h reads key/value head h // (H / G). Scores and their softmax are float32 whatever the dtype.
+        """
+
+    def decoder_layer(  # noqa: PLR0913 - everything that a layer reads and writes
+        self,
+        residual: Tensor,
+        update: Tensor | None,
+        layer: LayerWeights,
+        angles: tuple[Tensor, Tensor],
+        batch: StepBatch,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """A whole decoder layer, see `pagedkv.ops.layer.compose`; writes this step's keys and values.
+
+        Args:
+            residual: [T, hidden], dense. `update` and what attention contributes are added to it, in place.
+            update: What the layer before returned, [T, hidden]; it may be written over. None for the first.
+            layer: Its weights, packed by this backend.
+            angles: Cosines and sines as in `rope_cache`.
+            batch: The step. Its copies must have been done.
+            cache: Keys and values of this layer, as in `rope_cache`.
+
+        Returns:
+            [T, hidden]: what is still to be added to `residual`.
         """
 
     def copy_blocks(self, kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:

@@ -7,7 +7,10 @@ can (shapes, lengths, ids of blocks), and this module checks what an address doe
 Results depend neither on the number of threads nor on the rest of the batch, see `rust/cpu/tile.rs`.
 """
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +18,17 @@ from torch import Tensor
 from pagedkv import _core
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops import reference
+from pagedkv.ops.layer import LayerWeights, compose
+
+if TYPE_CHECKING:
+    from pagedkv.ops import Ops
+
+    Packed = tuple[_core.PackedLinear, _core.PackedLinear, _core.PackedLinear, _core.PackedLinear]
 
 __all__ = [
     "add_rms_norm",
     "copy_blocks",
+    "decoder_layer",
     "embedding",
     "linear",
     "logprobs",
@@ -32,6 +42,7 @@ __all__ = [
 ]
 
 name = "cpu"
+_THIS = cast("Ops", sys.modules[__name__])
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _DTYPES = {dtype_name: dtype for dtype, dtype_name in _DTYPE_NAMES.items()}
@@ -211,13 +222,87 @@ def paged_attention(
 
 
 def _prepare(batch: StepBatch) -> _core.StepPlan:
-    """Makes the plan of a step, which all of its layers use."""
-    sections = (batch.query_start, batch.seq_lens, batch.table_start, batch.block_ids)
+    """What the layers of a step share."""
+    sections = (
+        batch.query_start,
+        batch.seq_lens,
+        batch.table_start,
+        batch.block_ids,
+        batch.positions,
+        batch.slot_mapping,
+    )
     # Kept until the plan has copied them: `_int32` may have made new ones.
     held = [_int32(section) for section in sections]
     plan = _core.StepPlan(*map(_indices, held))
     batch.prepared[name] = plan
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A layer in Rust, and the tensors whose addresses it holds."""
+
+    kernel: _core.DecoderLayer
+    hidden_size: int
+    dtype: torch.dtype
+    angles: tuple[Tensor, Tensor]
+    cache: tuple[Tensor, Tensor]
+    held: tuple[Tensor, ...]
+
+
+def decoder_layer(  # noqa: PLR0913 - the contract's signature
+    residual: Tensor,
+    update: Tensor | None,
+    layer: LayerWeights,
+    angles: tuple[Tensor, Tensor],
+    batch: StepBatch,
+    cache: tuple[Tensor, Tensor],
+) -> Tensor:
+    """See `pagedkv.ops.Ops.decoder_layer`. One call into Rust; `update` is written over and returned."""
+    if not _PACKS:
+        return compose(_THIS, residual, update, layer, angles, batch, cache)
+    bound: _Bound | None = layer.prepared.get(name)
+    if bound is None or bound.cache is not cache or bound.angles is not angles:
+        bound = layer.prepared[name] = _bind(layer, angles, cache)
+    plan: _core.StepPlan = batch.prepared.get(name) or _prepare(batch)
+    is_first = update is None
+    update = torch.empty_like(residual) if update is None else update
+    for label, rows in (("residual", residual), ("update", update)):
+        if rows.dtype != bound.dtype or rows.shape != (plan.num_tokens, bound.hidden_size):
+            given = f"{list(rows.shape)} of {rows.dtype}"
+            allowed = f"[{plan.num_tokens}, {bound.hidden_size}] of {bound.dtype}"
+            raise ValueError(f"{label} is {given}, allowed: {allowed}")
+        if not (rows.is_contiguous() and rows.is_cpu):
+            given = f"strides {rows.stride()} on {rows.device}"
+            raise ValueError(f"{label} has {given}, allowed: dense rows on the CPU")
+    bound.kernel.forward(plan, residual.data_ptr(), update.data_ptr(), not is_first)
+    return update
+
+
+def _bind(layer: LayerWeights, angles: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]) -> _Bound:
+    """Looks up the addresses that stay the same as long as cache and angles do."""
+    packed = cast("Packed", (layer.qkv, layer.out, layer.gate_up, layer.down))
+    dtype, hidden_size = _DTYPES[packed[0].dtype], packed[0].in_size
+    heads = () if layer.head_norms is None else layer.head_norms
+    sizes = (hidden_size, hidden_size, layer.head_dim, layer.head_dim)
+    norms = (layer.input_norm, layer.post_norm, *heads)
+    for norm, size in zip(norms, sizes, strict=False):
+        if norm.dtype != dtype or norm.shape != (size,) or not norm.is_contiguous() or not norm.is_cpu:
+            given = f"{list(norm.shape)} of {norm.dtype} on {norm.device}"
+            raise ValueError(f"the weight of a norm is {given}, allowed: dense, [{size}] of {dtype} on the CPU")
+    cos, sin = (table.float().contiguous() for table in angles)
+    kernel = _core.DecoderLayer(
+        packed,
+        [norm.data_ptr() for norm in norms],
+        layer.eps,
+        layer.num_heads,
+        layer.scale,
+        (_tensor(cos), _tensor(sin)),
+        _tensor(cache[0]),
+        _tensor(cache[1]),
+        _cache_dtype_name(*cache),
+    )
+    return _Bound(kernel, hidden_size, dtype, angles, cache, (cos, sin, *norms))
 
 
 def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:

@@ -35,6 +35,7 @@ from pagedkv.ops.cuda_kernels import (
     wide_shape,
 )
 from pagedkv.ops.cuda_plan import AttentionPlan, PlanOptions, plan_attention
+from pagedkv.ops.layer import LayerWeights, compose
 from pagedkv.ops.reference import PackedWeight
 
 
@@ -250,6 +251,18 @@ class CudaOps:
             **_cache_params(key_cache, value_cache),
         )
         return out
+
+    def decoder_layer(  # noqa: PLR0913 - the contract's signature
+        self,
+        residual: Tensor,
+        update: Tensor | None,
+        layer: LayerWeights,
+        angles: tuple[Tensor, Tensor],
+        batch: StepBatch,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """See `pagedkv.ops.Ops.decoder_layer`."""
+        return compose(self, residual, update, layer, angles, batch, cache)
 
     def copy_blocks(self, kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:
         """See `pagedkv.ops.Ops.copy_blocks`. No block may be both a source and a destination."""

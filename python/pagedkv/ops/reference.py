@@ -1,16 +1,23 @@
 """The operations in plain torch: slow, on any device, obviously right. The others are held against it."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops.exact import UNIT_MASS, mass
+from pagedkv.ops.layer import LayerWeights, compose
 from pagedkv.ops.philox import gumbel_noise
 
+if TYPE_CHECKING:
+    from pagedkv.ops import Ops
+
 name = "reference"
+_THIS = cast("Ops", sys.modules[__name__])
 
 # Queries are taken in tiles, so that the scores of a long prompt need no [T, T] matrix at once.
 _QUERY_TILE = 256
@@ -133,6 +140,18 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: f
     weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
     mixed = torch.matmul(weights, values[:, None])
     return mixed.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim).to(q.dtype)
+
+
+def decoder_layer(  # noqa: PLR0913 - the contract's signature
+    residual: Tensor,
+    update: Tensor | None,
+    layer: LayerWeights,
+    angles: tuple[Tensor, Tensor],
+    batch: StepBatch,
+    cache: tuple[Tensor, Tensor],
+) -> Tensor:
+    """See `pagedkv.ops.Ops.decoder_layer`."""
+    return compose(_THIS, residual, update, layer, angles, batch, cache)
 
 
 def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:
