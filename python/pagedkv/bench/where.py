@@ -1,8 +1,9 @@
 """Says where the time of a run goes, call by call into Rust, beside what each would take at the least.
 
 Two workloads through `LLM`, greedy, on the CPU: "crowd" is 32 requests at once, 32 to 512 tokens in,
-16 to 256 out; "single" is one request, 128 in, 128 out. Every call into `pagedkv._core` is timed; whatever
-lies between the calls, torch included, is Python's. A floor is the larger one of two times: the
+16 to 256 out; "single" is one request, 128 in, 128 out. Every call into `pagedkv._core` is timed, and within
+a decoder layer, which is one call, the layer times its kernels; whatever lies between, torch included, is
+Python's. A floor is the larger one of two times: the
 multiplications at the processor's peak, and the bytes that must be read or written at its read bandwidth;
 both are measured in the same run. Small tensors lie in a cache, so calls on them can be faster than their
 floors. The timers cost up to a microsecond a call, which counts as Python.
@@ -14,13 +15,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from pagedkv import LLM, SamplingParams, _core
 from pagedkv.ops import cpu
+from pagedkv.ops.layer import LayerWeights
 
 WORKLOADS = ("crowd", "single")
 
@@ -57,6 +60,16 @@ class Clock:
         self.peak = peak
         self.bandwidth = bandwidth
 
+    def add(self, cost: Cost, calls: int, seconds: float) -> None:
+        """Adds equal calls, with the cost of each and the time of all."""
+        label, flop, num_bytes = cost
+        part = self.parts[label]
+        part.calls += calls
+        part.seconds += seconds
+        part.flop += calls * flop
+        part.bytes += calls * num_bytes
+        part.floor += calls * max(flop / self.peak, num_bytes / self.bandwidth)
+
     def timed(self, function: Callable[..., Any], cost: Callable[..., Cost]) -> Callable[..., Any]:
         """The function, timed; `cost` says what a call with the same arguments belongs to."""
 
@@ -64,13 +77,7 @@ class Clock:
             start = time.perf_counter()
             result = function(*args)
             seconds = time.perf_counter() - start
-            label, flop, num_bytes = cost(*args)
-            part = self.parts[label]
-            part.calls += 1
-            part.seconds += seconds
-            part.flop += flop
-            part.bytes += num_bytes
-            part.floor += max(flop / self.peak, num_bytes / self.bandwidth)
+            self.add(cost(*args), 1, seconds)
             return result
 
         return call
@@ -88,54 +95,75 @@ class Timed:
         return getattr(self._inner, name)
 
 
-def _product(weight: _core.PackedLinear) -> Callable[..., Cost]:
+def _product(weight: _core.PackedLinear, num_rows: int, out_bytes: int) -> Cost:
     in_bytes = _ITEM_BYTES[weight.dtype]
+    bound = next((bound for bound in _ROW_BOUNDS if num_rows <= bound), None)
+    label = f"linear, over {_ROW_BOUNDS[-1]} rows" if bound is None else f"linear, up to {bound} rows"
+    row_bytes = weight.in_size * in_bytes + weight.out_size * out_bytes
+    flop = 2.0 * num_rows * weight.num_bytes / in_bytes
+    return label, flop, weight.num_bytes + num_rows * row_bytes
 
+
+def _multiply_cost(weight: _core.PackedLinear) -> Callable[..., Cost]:
     def cost(x: tuple[int, int, int, int], _x_type: str, _out: int, out_type: str) -> Cost:
-        num_rows = x[1]
-        bound = next((bound for bound in _ROW_BOUNDS if num_rows <= bound), None)
-        label = f"linear, over {_ROW_BOUNDS[-1]} rows" if bound is None else f"linear, up to {bound} rows"
-        row_bytes = weight.in_size * in_bytes + weight.out_size * _ITEM_BYTES[out_type]
-        flop = 2.0 * num_rows * weight.num_bytes / in_bytes
-        return label, flop, weight.num_bytes + num_rows * row_bytes
+        return _product(weight, x[1], _ITEM_BYTES[out_type])
 
     return cost
 
 
-def _plan(clock: Clock) -> Callable[..., Timed]:
-    """Makes plans whose attention is timed."""
+class Steps:
+    """The steps of a run, whose layers time themselves."""
 
-    def make(*sections: tuple[int, int]) -> Timed:
+    def __init__(self, layer: LayerWeights) -> None:
+        """Notes what all layers have in common with this one."""
+        self._layer = layer
+        self._plans: list[tuple[_core.StepPlan, NDArray[np.int64], NDArray[np.int64]]] = []
+
+    def make(self, *sections: tuple[int, int]) -> _core.StepPlan:
+        """Makes a plan, and keeps it."""
         starts, ends = (
             np.array((ctypes.c_int32 * length).from_address(address), dtype=np.int64)
             for address, length in sections[:2]
         )
-        lens = np.diff(starts)
+        plan = _core.StepPlan(*sections)
+        self._plans.append((plan, np.diff(starts), ends))
+        return plan
+
+    def add_to(self, clock: Clock) -> None:
+        """Reads the timers of the layers, and forgets the steps."""
+        for plan, lens, ends in self._plans:
+            costs = self._costs(lens, ends)
+            for phase, (calls, seconds) in plan.phases().items():
+                if calls:
+                    clock.add(costs[phase], calls, seconds)
+        self._plans.clear()
+
+    def _costs(self, lens: NDArray[np.int64], ends: NDArray[np.int64]) -> dict[str, Cost]:
+        """What a call of each phase costs, with `lens` tokens of sequences of which `ends` are known then."""
+        layer, num_tokens = self._layer, int(lens.sum())
+        weights = cast(
+            dict[str, _core.PackedLinear],
+            {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down},
+        )
+        item_bytes = _ITEM_BYTES[weights["qkv"].dtype]
+        costs = {phase: _product(weight, num_tokens, item_bytes) for phase, weight in weights.items()}
         # Token i of n sees the end minus (n - 1 - i) positions.
         scores = float((lens * ends - lens * (lens - 1) // 2).sum())
-        positions = float(ends.sum())
+        query_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         label = "attention, with prompts" if lens.max(initial=0) > 1 else "attention, one token each"
-
-        def cost(_out: int, query: Any, key_cache: Any, _values: Any, *types: Any) -> Cost:
-            num_tokens, num_heads, head_dim = query[1]
-            num_bytes = 2 * positions * key_cache[1][1] * head_dim * _ITEM_BYTES[types[1]]
-            num_bytes += 2 * num_tokens * num_heads * head_dim * _ITEM_BYTES[types[0]]
-            return label, 4 * scores * num_heads * head_dim, num_bytes
-
-        return Timed(_core.StepPlan(*sections), clock, {"paged_attention": cost})
-
-    return make
-
-
-def _rope_cost(*args: Any) -> Cost:
-    (_, out_shape, _), _query, (_, key_shape, _) = args[:3]
-    num_elements = 2 * out_shape[0] * (out_shape[1] + 2 * key_shape[1]) * out_shape[2]
-    return "rope_cache", 0.0, float(num_elements * _ITEM_BYTES[args[9]])
+        num_elements = 2.0 * (float(ends.sum()) * kv_size + num_tokens * query_size)
+        costs["attention"] = (label, 4 * scores * query_size, num_elements * item_bytes)
+        num_elements = 2.0 * num_tokens * (query_size + 2 * kv_size)
+        costs["rope_cache"] = ("rope_cache", 0.0, num_elements * item_bytes)
+        num_elements = 4.0 * num_tokens * weights["qkv"].in_size
+        costs["norm"] = ("norms", 0.0, num_elements * item_bytes)
+        costs["plan"] = ("plan of attention", 0.0, 0.0)
+        return costs
 
 
 def _norm_cost(_out: int, _x: int, residual: int, *args: Any) -> Cost:
     num_rows, width, row_type = args[1], args[2], args[5]
-    return "rms_norm", 0.0, float((4 if residual else 2) * num_rows * width * _ITEM_BYTES[row_type])
+    return "norms", 0.0, float((4 if residual else 2) * num_rows * width * _ITEM_BYTES[row_type])
 
 
 def _sample_cost(*args: Any) -> Cost:
@@ -147,30 +175,31 @@ def _free(label: str) -> Callable[..., Cost]:
     return lambda *_: (label, 0.0, 0.0)
 
 
-def _wrap(llm: LLM, clock: Clock) -> None:
-    """Puts timers between the engine, the model and the operations on one side, and Rust on the other."""
+def _wrap(llm: LLM, clock: Clock) -> Steps:
+    """Puts timers between the engine, the model and the operations on one side, and Rust on the other.
+
+    The layers time themselves: what they took is in the steps that are returned.
+    """
     engine: Any = llm._engine
     engine.core = Timed(engine.core, clock, dict.fromkeys(("schedule", "commit"), _free("scheduler")))
     module: Any = Timed(
         _core,
         clock,
-        {
-            "rms_norm": _norm_cost,
-            "rope_cache": _rope_cost,
-            "sample": _sample_cost,
-            "copy_blocks": _free("copy_blocks"),
-        },
+        {"rms_norm": _norm_cost, "sample": _sample_cost, "copy_blocks": _free("copy_blocks")},
     )
-    module.StepPlan = clock.timed(_plan(clock), _free("plan of attention"))
+    network = engine.runner.model
+    steps = Steps(network.model.packed[0])
+    module.StepPlan = steps.make
     vars(cpu)["_core"] = module
-    for part in engine.runner.model.modules():
+    for part in network.modules():
         _wrap_weights(part, clock)
+    return steps
 
 
 def _wrap_weights(part: nn.Module, clock: Clock) -> None:
     for name, weight in vars(part).items():
         if isinstance(weight, _core.PackedLinear):
-            costs = {"multiply": _product(weight), "rows": _free("embedding")}
+            costs = {"multiply": _multiply_cost(weight), "rows": _free("embedding")}
             setattr(part, name, Timed(weight, clock, costs))
 
 
@@ -202,12 +231,13 @@ def run(model: str | None, dtype: str, workloads: Sequence[str]) -> list[dict[st
     ceilings = _core.cpu_ceilings()
     untimed = [seconds(workload, 1) for workload in workloads]
     clock = Clock(ceilings.get(head.arithmetic, float("inf")), ceilings["read"])
-    _wrap(llm, clock)
+    steps = _wrap(llm, clock)
     results = []
     try:
         for workload, without in zip(workloads, untimed, strict=True):
             clock.parts.clear()
             whole = seconds(workload, 2)
+            steps.add_to(clock)
             parts = dict(clock.parts)
             num_steps = parts["scheduler"].calls // 2
             parts["Python"] = Part(num_steps, whole - sum(part.seconds for part in parts.values()))
