@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 __all__ = [
     "Conflict",
     "Core",
-    "DecoderLayer",
+    "Decoder",
     "Edge",
     "EventReader",
+    "Heartbeat",
     "InvalidRequest",
     "NotFound",
     "PackedLinear",
@@ -264,6 +265,21 @@ class Edge:
     def stats(self) -> dict[str, int]:
         """Counters of the last step: see rust/sync/stats.rs for the names."""
 
+@final
+class Heartbeat:
+    """Signs of life of a thread, which any thread may look at."""
+
+    def __new__(cls) -> Heartbeat:
+        """Beats for the first time, which is not counted."""
+    def beat(self) -> None:
+        """Shows that the thread goes on."""
+    @property
+    def age(self) -> float:
+        """Seconds since the last beat."""
+    @property
+    def num_beats(self) -> int:
+        """Beats so far."""
+
 def cpu_ceilings() -> dict[str, float]:
     """Measures, on all threads of the kernels, what the processor could do at most; takes about a second.
 
@@ -336,29 +352,21 @@ class PackedLinear:
 
 @final
 class StepPlan:
-    """What the layers of one step share, above all how attention is cut into pieces of work: made once.
+    """How the attention of one step is cut into pieces of work: made once, used by every layer.
 
-    Tables are checked once, by the first layer, which knows the cache; sequences whose tables begin with the same blocks are found, so that these
+    Tables are checked here once; sequences whose tables begin with the same blocks are found, so that these
     are read once for all of them.
     """
 
     def __new__(
-        cls,
-        query_start: _Indices,
-        seq_lens: _Indices,
-        table_start: _Indices,
-        block_ids: _Indices,
-        positions: _Indices,
-        slot_mapping: _Indices,
+        cls, query_start: _Indices, seq_lens: _Indices, table_start: _Indices, block_ids: _Indices
     ) -> StepPlan:
-        """Copies the step's sections."""
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the step."""
+        """Copies the step's sections. They are checked by the first call, which knows the cache."""
     def phases(self) -> dict[str, tuple[int, float]]:
-        """Calls of kernels, and their seconds, that `DecoderLayer.forward` has made for this step.
+        """Calls of kernels, and their seconds, that `Decoder.forward` has made for this step, by phase.
 
-        By phase: "plan" (of attention), "norm", "qkv", "rope_cache", "attention", "out", "gate_up", "down".
+        These are "plan" (of attention), "embedding", "norm", "qkv", "rope_cache", "attention", "out",
+        "gate_up", "down", "final_norm" and "head".
         """
 
     def paged_attention(
@@ -382,34 +390,49 @@ class StepPlan:
         """
 
 @final
-class DecoderLayer:
-    """A decoder layer: `pagedkv.ops.Ops.decoder_layer`. Holds what is the same in every step."""
+class Decoder:
+    """A model and its caches: `pagedkv.ops.Ops.forward`. Holds what is the same in every step."""
 
     def __new__(
         cls,
-        products: tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear],
-        norms: Sequence[int],
+        layers: Sequence[
+            tuple[
+                tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear],
+                Sequence[int],
+                tuple[_Tensor, _Tensor],
+            ]
+        ],
+        cache_type: str,
+        embedding: int,
+        norm: int,
+        head: PackedLinear,
         eps: float,
         num_heads: int,
         scale: float,
         angles: tuple[_Tensor, _Tensor],
-        key_cache: _Tensor,
-        value_cache: _Tensor,
-        cache_type: str,
-    ) -> DecoderLayer:
-        """Keeps the addresses: their memory must outlive the object, the angles unchanged.
+    ) -> Decoder:
+        """Keeps addresses: their memory must outlive the object, the angles unchanged.
 
-        products are those of qkv, out, gate_up and down, all of one type; norms the addresses of dense
-        weights of that type: before attention, before the feed-forward layer, and if there are four, of each
-        query head and each key head. angles and caches are as in `rope_cache`.
+        A layer is the products of qkv, out, gate_up and down, the addresses of its norms (before attention,
+        before the feed-forward layer, and if there are four, of each query head and each key head), and its
+        key and value cache. embedding is the address of [V, hidden], 0 if that is the head's weight; norm
+        that of the norm before the head. All are dense and of the type of the head.
         """
-    def forward(self, step: StepPlan, residual: int, update: int, adds_update: bool) -> None:
-        """Computes the layer for a step.
+    def forward(
+        self,
+        plan: StepPlan,
+        token_ids: _Indices,
+        positions: _Indices,
+        slot_mapping: _Indices,
+        sample_rows: _Indices,
+        logits: int,
+        heartbeat: Heartbeat | None,
+    ) -> None:
+        """Computes a step and writes the dense float32 logits [R, V] of its sampled rows.
 
-        residual and update are addresses of dense [T, hidden] of the type of the weights. Both are written;
-        update is read only if `adds_update`. What phases hand on lies in buffers of the calling thread, which
-        are kept. Raises ValueError where shapes, positions, slots or tables do not fit, before anything is
-        written. The same rule for the GIL as in `StepPlan.paged_attention`.
+        What layers and kernels hand on lies in buffers of the calling thread, which are kept. The heart beats
+        before each layer. Raises ValueError where shapes, ids, positions, slots or tables do not fit, before
+        a layer writes anything. The same rule for the GIL as in `StepPlan.paged_attention`.
         """
 
 def rope_cache(

@@ -4,7 +4,6 @@ The runner owns the model, the cache tensors and the choice of operations. It ta
 wrote and gives back numbers; it decides nothing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedkv._core import StepHeader
+from pagedkv._core import Heartbeat, StepHeader
 from pagedkv.batch import StepBatch
 from pagedkv.candidates import likeliest
 from pagedkv.events import RowLogprobs
@@ -39,7 +38,7 @@ class ModelRunner:
     """A model, its cache and the operations on them, on one device.
 
     Attributes:
-        before_layer: called before each layer of a forward pass, to show that it goes on; it must be cheap.
+        heartbeat: beats before each layer of a forward pass, to show that it goes on.
     """
 
     def __init__(self, model: "LoadedModel", kv_cache: KVCache, ops: Ops, device: torch.device) -> None:
@@ -47,7 +46,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.ops = ops
         self.device = device
-        self.before_layer: Callable[[], None] | None = None
+        self.heartbeat = Heartbeat()
 
     def new_arena(self, num_words: int) -> NDArray[np.int32]:
         """An arena for the core to write into; pinned where a GPU is to copy from it."""
@@ -61,7 +60,7 @@ class ModelRunner:
         if header.num_copies:
             # All copies come first: a block that is written in this step may be the source of one.
             self.ops.copy_blocks(self.kv_cache.layers, batch.copies)
-        logits = self.model(batch, self.kv_cache, self.ops, self.before_layer)
+        logits = self.model(batch, self.kv_cache, self.ops, self.heartbeat)
         if header.num_rows == 0:
             if self.device.type == "cuda":
                 # Nothing is read back, but the arena may be written again only once it has been copied.

@@ -1,29 +1,21 @@
-//! A decoder layer of the Llama family in one call: its phases one after another, on memory that is kept.
+//! A decoder layer of the Llama family: its kernels one after another, each of which is timed.
 //!
 //! Every phase is a call of one of the kernels beside this file, so the bits are those of the operations one by one.
-//! What a phase hands to the next lies in two buffers of the calling thread, which grow to the largest step that it
-//! has met. The caller is the binding (`rust/python/layer.rs`), once a layer and step.
+//! The caller is `decoder`.
 
-use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use super::InvalidArgument;
 use super::attention::Attention;
-use super::isa::AlignedBuffer;
 use super::linear::{Linear, PackedWeight};
 use super::norm::RmsNorm;
 use super::plan::Plan;
 use super::rope_cache::{AngleTable, RopeCache};
 use super::tensor::{CacheView, MatrixView, RowsView};
 
-thread_local! {
-    /// What the layers of the calling thread hand from phase to phase.
-    static BUFFERS: RefCell<[AlignedBuffer; 2]> = RefCell::default();
-}
-
-/// What a layer is made of. Norm weights are `[1, width]`, all of one type, that of the packed weights.
+/// What a layer is made of, and where its keys and values lie. Norm weights are `[1, width]`, all of one type, that of the packed weights.
 #[derive(Clone, Copy, Debug)]
-pub struct LayerWeights<'a> {
+pub struct Layer<'a> {
     /// Before attention: `[1, hidden]`.
     pub input_norm: MatrixView,
     /// `[(H + 2 G) D, hidden]`: queries, keys and values side by side.
@@ -44,41 +36,52 @@ pub struct LayerWeights<'a> {
     pub num_heads: usize,
     /// Factor on the scores of attention.
     pub scale: f32,
-}
-
-/// One call. T tokens, H query heads, G key heads, D elements a head.
-#[derive(Clone, Copy, Debug)]
-pub struct DecoderLayer<'a> {
-    /// The layer.
-    pub weights: LayerWeights<'a>,
-    /// `[T, hidden]`, dense: what was added up so far. The layer adds the update, and what attention contributes.
-    pub residual: MatrixView,
-    /// `[T, hidden]`, dense: what the layer before contributed, replaced by what the feed-forward layer contributes.
-    pub update: MatrixView,
-    /// Whether there was a layer before; if not, the update is only written.
-    pub adds_update: bool,
-    /// Cosines of all positions.
-    pub cos: AngleTable<'a>,
-    /// Sines of all positions.
-    pub sin: AngleTable<'a>,
-    /// `[T]`: rows of the tables of angles.
-    pub positions: &'a [i32],
-    /// `[T]`: where keys and values are written.
-    pub slot_mapping: &'a [i32],
     /// The layer's keys.
     pub key_cache: CacheView,
     /// The layer's values.
     pub value_cache: CacheView,
+}
+
+/// What the layers of a step share. P positions in the tables.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// `[P, D]`: cosines.
+    pub cos: AngleTable<'a>,
+    /// `[P, D]`: sines.
+    pub sin: AngleTable<'a>,
+    /// `[T]`: rows of the tables.
+    pub positions: &'a [i32],
+    /// `[T]`: where keys and values are written; no slot occurs twice.
+    pub slot_mapping: &'a [i32],
     /// How attention is cut.
     pub plan: &'a Plan,
 }
 
-/// What the time of a layer is spent on.
+/// One call. T tokens, H query heads, G key heads, D elements a head.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LayerCall<'a> {
+    pub(super) layer: &'a Layer<'a>,
+    pub(super) step: &'a Step<'a>,
+    /// `[T, hidden]`, dense: what was added up so far. The layer adds the update, and what attention contributes.
+    pub(super) residual: MatrixView,
+    /// `[T, hidden]`, dense: what the layer before contributed, replaced by what the feed-forward layer contributes.
+    pub(super) update: MatrixView,
+    /// Whether there was a layer before; if not, the update is only written.
+    pub(super) adds_update: bool,
+    /// `[T, widths[0]]`: rows after a norm, or the result of attention.
+    pub(super) rows: *mut u8,
+    /// `[T, widths[1]]`: queries, keys and values, or the rows within the feed-forward layer.
+    pub(super) wide: *mut u8,
+}
+
+/// What the time of a forward pass is spent on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
-    /// The plan of attention, once a step.
+    /// The plan of attention.
     Plan,
-    /// All norms.
+    /// Rows of the embedding.
+    Embedding,
+    /// The norms of the layers.
     Norm,
     /// Queries, keys and values.
     Qkv,
@@ -92,12 +95,17 @@ pub enum Phase {
     GateUp,
     /// The other one.
     Down,
+    /// The norm before the output layer.
+    FinalNorm,
+    /// The output layer.
+    Head,
 }
 
 impl Phase {
     /// Every phase.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 11] = [
         Self::Plan,
+        Self::Embedding,
         Self::Norm,
         Self::Qkv,
         Self::Rope,
@@ -105,12 +113,15 @@ impl Phase {
         Self::Out,
         Self::GateUp,
         Self::Down,
+        Self::FinalNorm,
+        Self::Head,
     ];
 
     /// Its name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Plan => "plan",
+            Self::Embedding => "embedding",
             Self::Norm => "norm",
             Self::Qkv => "qkv",
             Self::Rope => "rope_cache",
@@ -118,6 +129,8 @@ impl Phase {
             Self::Out => "out",
             Self::GateUp => "gate_up",
             Self::Down => "down",
+            Self::FinalNorm => "final_norm",
+            Self::Head => "head",
         }
     }
 }
@@ -138,10 +151,18 @@ impl PhaseTimes {
         *calls += 1;
         *sum += duration;
     }
+
+    /// Runs and times a call.
+    pub(crate) fn time<R>(&mut self, phase: Phase, call: impl FnOnce() -> R) -> R {
+        let start = Instant::now();
+        let result = call();
+        self.add(phase, start.elapsed());
+        result
+    }
 }
 
 /// A call of a kernel.
-enum Call<'a> {
+pub(super) enum Call<'a> {
     Norm(RmsNorm),
     Linear(Linear<'a>),
     Rope(RopeCache<'a>),
@@ -149,7 +170,7 @@ enum Call<'a> {
 }
 
 impl Call<'_> {
-    fn check(&self) -> Result<(), InvalidArgument> {
+    pub(super) fn check(&self) -> Result<(), InvalidArgument> {
         match self {
             Self::Norm(call) => call.check(),
             Self::Linear(call) => call.check(),
@@ -160,7 +181,7 @@ impl Call<'_> {
 
     /// # Safety
     /// As that of the kernel.
-    unsafe fn run(&self) {
+    pub(super) unsafe fn run(&self) {
         // SAFETY: passed on.
         unsafe {
             match self {
@@ -173,13 +194,9 @@ impl Call<'_> {
     }
 }
 
-/// The calls of a layer in their order, on memory that is there.
+/// The calls of a layer in their order.
 struct Calls<'a> {
-    layer: &'a DecoderLayer<'a>,
-    /// `[T, max(hidden, H D)]`: rows after a norm, or the result of attention.
-    rows: *mut u8,
-    /// `[T, max((H + 2 G) D, intermediate)]`: queries, keys and values, or the rows between the feed-forward layers.
-    wide: *mut u8,
+    call: &'a LayerCall<'a>,
     calls: Vec<(Phase, Call<'a>)>,
 }
 
@@ -190,25 +207,22 @@ impl<'a> Calls<'a> {
             address,
             width,
             row_stride: width,
-            ..self.layer.residual
+            ..self.call.residual
         }
     }
 
     /// Normalises the residual, after adding the update if `adds`. Returns where the result is.
     fn norm(&mut self, weight: MatrixView, adds: bool) -> MatrixView {
-        let DecoderLayer {
-            residual,
-            update,
-            weights,
-            ..
-        } = *self.layer;
-        let out = self.matrix(self.rows, residual.width);
+        let LayerCall {
+            residual, update, ..
+        } = *self.call;
+        let out = self.matrix(self.call.rows, residual.width);
         let call = RmsNorm {
             out,
             x: if adds { update } else { residual },
             residual: adds.then_some(residual),
             weight,
-            eps: weights.eps,
+            eps: self.call.layer.eps,
         };
         self.calls.push((Phase::Norm, Call::Norm(call)));
         out
@@ -236,7 +250,7 @@ impl<'a> Calls<'a> {
                 x: rows,
                 residual: None,
                 weight,
-                eps: self.layer.weights.eps,
+                eps: self.call.layer.eps,
             };
             self.calls.push((Phase::Norm, Call::Norm(call)));
         }
@@ -244,26 +258,25 @@ impl<'a> Calls<'a> {
 
     /// Rotates the queries and keys of `qkv`, writes the cache, attends. Returns where the result is.
     fn attend(&mut self, qkv: MatrixView) -> MatrixView {
-        let DecoderLayer {
-            weights,
+        let (step, layer) = (self.call.step, self.call.layer);
+        let Layer {
             key_cache,
             value_cache,
+            num_heads,
             ..
-        } = *self.layer;
+        } = *layer;
+        let (num_kv_heads, head_dim) = (key_cache.num_kv_heads, key_cache.head_dim);
         let heads = |first: usize, num_heads: usize| RowsView {
-            address: qkv
-                .address
-                .wrapping_add(first * key_cache.head_dim * qkv.dtype.size()),
+            address: qkv.address.wrapping_add(first * head_dim * qkv.dtype.size()),
             dtype: qkv.dtype,
             num_tokens: qkv.num_rows,
             num_heads,
-            head_dim: key_cache.head_dim,
+            head_dim,
             token_stride: qkv.row_stride,
-            head_stride: key_cache.head_dim,
+            head_stride: head_dim,
         };
-        let (num_heads, num_kv_heads) = (weights.num_heads, key_cache.num_kv_heads);
         let (query, key) = (heads(0, num_heads), heads(num_heads, num_kv_heads));
-        if let Some([query_norm, key_norm]) = weights.head_norms {
+        if let Some([query_norm, key_norm]) = layer.head_norms {
             self.head_norm(query, query_norm);
             self.head_norm(key, key_norm);
         }
@@ -272,15 +285,15 @@ impl<'a> Calls<'a> {
             query,
             key,
             value: heads(num_heads + num_kv_heads, num_kv_heads),
-            cos: self.layer.cos,
-            sin: self.layer.sin,
-            positions: self.layer.positions,
+            cos: step.cos,
+            sin: step.sin,
+            positions: step.positions,
             key_cache,
             value_cache,
-            slot_mapping: self.layer.slot_mapping,
+            slot_mapping: step.slot_mapping,
         };
         self.calls.push((Phase::Rope, Call::Rope(rope)));
-        let out = self.matrix(self.rows, num_heads * key_cache.head_dim);
+        let out = self.matrix(self.call.rows, num_heads * head_dim);
         let attention = Attention {
             out: RowsView {
                 address: out.address,
@@ -290,35 +303,31 @@ impl<'a> Calls<'a> {
             query,
             key_cache,
             value_cache,
-            plan: self.layer.plan,
-            scale: weights.scale,
+            plan: step.plan,
+            scale: layer.scale,
         };
         self.calls.push((Phase::Attention, Call::Attention(attention)));
         out
     }
 }
 
-impl DecoderLayer<'_> {
-    /// A guess at the duration on the present number of threads: that of the products.
-    pub fn estimated_ns(&self) -> u64 {
-        let LayerWeights {
-            qkv,
-            out,
-            gate_up,
-            down,
-            ..
-        } = self.weights;
-        let estimate = |weight| {
-            Linear {
-                out: self.residual,
-                x: self.residual,
-                weight,
-            }
-            .estimated_ns()
-        };
-        [qkv, out, gate_up, down].map(estimate).iter().sum()
+impl Layer<'_> {
+    /// Width of queries, keys and values side by side.
+    fn heads_width(&self) -> usize {
+        (self.num_heads + 2 * self.key_cache.num_kv_heads) * self.key_cache.head_dim
     }
 
+    /// Elements that a token needs in `rows` and in `wide`.
+    pub(super) fn widths(&self) -> [usize; 2] {
+        let mixed_width = self.num_heads * self.key_cache.head_dim;
+        [
+            self.qkv.in_size().max(mixed_width),
+            self.heads_width().max(self.gate_up.out_size()),
+        ]
+    }
+}
+
+impl LayerCall<'_> {
     /// Computes the call, and adds the times of its phases to `times`.
     ///
     /// # Errors
@@ -327,54 +336,31 @@ impl DecoderLayer<'_> {
     /// # Safety
     /// The views are valid, aligned to their types, and for the length of the call nobody writes what they cover nor
     /// reads what is written; the slots differ.
-    pub unsafe fn run(&self, times: &mut PhaseTimes) -> Result<(), InvalidArgument> {
-        BUFFERS.with_borrow_mut(|buffers| {
-            let calls = self.calls(buffers);
-            calls.iter().try_for_each(|(_, call)| call.check())?;
-            let mut start = Instant::now();
-            for (phase, call) in &calls {
-                // SAFETY: checked; the buffers are ours, and no call reads what it writes, but where it may.
-                unsafe { call.run() };
-                let end = Instant::now();
-                times.add(*phase, end - start);
-                start = end;
-            }
-            Ok(())
-        })
+    pub(super) unsafe fn run(&self, times: &mut PhaseTimes) -> Result<(), InvalidArgument> {
+        let calls = self.calls();
+        calls.iter().try_for_each(|(_, call)| call.check())?;
+        for (phase, call) in &calls {
+            // SAFETY: checked, and passed on; no call reads what it writes, but where it may.
+            times.time(*phase, || unsafe { call.run() });
+        }
+        Ok(())
     }
 
-    /// The calls of the layer, which use the buffers.
-    fn calls(&self, buffers: &mut [AlignedBuffer; 2]) -> Vec<(Phase, Call<'_>)> {
-        let LayerWeights {
-            qkv, out, gate_up, ..
-        } = self.weights;
-        let cache = &self.key_cache;
-        let heads_width = (self.weights.num_heads + 2 * cache.num_kv_heads) * cache.head_dim;
-        let widths = [
-            self.residual.width.max(out.in_size()),
-            heads_width.max(gate_up.out_size()),
-        ];
-        let mut reserve = |idx: usize| {
-            let num_bytes = self.residual.num_rows * widths[idx] * self.residual.dtype.size();
-            let len = num_bytes.div_ceil(size_of::<f32>());
-            buffers[idx].reserve(len);
-            buffers[idx].slice(0..len).as_mut_ptr().cast::<u8>()
-        };
+    fn calls(&self) -> Vec<(Phase, Call<'_>)> {
+        let layer = self.layer;
         let mut calls = Calls {
-            layer: self,
-            rows: reserve(0),
-            wide: reserve(1),
-            calls: Vec::with_capacity(2 * Phase::ALL.len()),
+            call: self,
+            calls: Vec::with_capacity(Phase::ALL.len()),
         };
-        let heads = calls.matrix(calls.wide, heads_width);
-        let rows = calls.norm(self.weights.input_norm, self.adds_update);
-        calls.linear(Phase::Qkv, rows, qkv, heads);
+        let rows = calls.norm(layer.input_norm, self.adds_update);
+        let heads = calls.matrix(self.wide, layer.heads_width());
+        calls.linear(Phase::Qkv, rows, layer.qkv, heads);
         let mixed = calls.attend(heads);
-        calls.linear(Phase::Out, mixed, out, self.update);
-        let rows = calls.norm(self.weights.post_norm, true);
-        let gated = calls.matrix(calls.wide, gate_up.out_size());
-        calls.linear(Phase::GateUp, rows, gate_up, gated);
-        calls.linear(Phase::Down, gated, self.weights.down, self.update);
+        calls.linear(Phase::Out, mixed, layer.out, self.update);
+        let rows = calls.norm(layer.post_norm, true);
+        let gated = calls.matrix(self.wide, layer.gate_up.out_size());
+        calls.linear(Phase::GateUp, rows, layer.gate_up, gated);
+        calls.linear(Phase::Down, gated, layer.down, self.update);
         calls.calls
     }
 }

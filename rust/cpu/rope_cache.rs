@@ -291,12 +291,12 @@ fn index(value: i32) -> usize {
 }
 
 /// Refuses a list of another length than `len`, or an index outside `0..end`.
-fn check_indices(name: &str, indices: &[i32], len: usize, end: usize) -> Result<(), InvalidArgument> {
+pub(super) fn check_indices(name: &str, indices: &[i32], len: usize, end: usize) -> Result<(), InvalidArgument> {
     if indices.len() != len {
         return Err(InvalidArgument::new(
             format!("length of {name}"),
             indices.len(),
-            format!("{len} (tokens)"),
+            len.to_string(),
         ));
     }
     let outside = |&value: &i32| !usize::try_from(value).is_ok_and(|value| value < end);

@@ -1,7 +1,6 @@
-//! Bindings of what the layers of a step share, its plan of attention above all, and of attention alone.
+//! Binding of attention: the step's plan, made once and used by every layer.
 
 use std::collections::HashMap;
-use std::time::Instant;
 
 use pyo3::prelude::*;
 
@@ -19,20 +18,16 @@ pub(super) struct StepPlan {
     seq_lens: Vec<i32>,
     table_start: Vec<i32>,
     block_ids: Vec<i32>,
-    positions: Vec<i32>,
-    slot_mapping: Vec<i32>,
     /// The plan, for a geometry and a number of threads.
     plan: Option<(Geometry, usize, Plan)>,
-    /// Of the step's decoder layers so far.
+    /// Of the forward pass.
     times: PhaseTimes,
 }
 
 /// A step whose plan is made.
 pub(super) struct Planned<'a> {
     pub(super) plan: &'a Plan,
-    pub(super) positions: &'a [i32],
-    pub(super) slot_mapping: &'a [i32],
-    /// Where its layers add up their times.
+    /// Where the forward pass adds up its times.
     pub(super) times: &'a mut PhaseTimes,
 }
 
@@ -45,27 +40,24 @@ impl StepPlan {
             .as_ref()
             .is_some_and(|(made_for, threads, _)| (*made_for, *threads) == (geometry, num_threads));
         if !is_made {
-            let start = Instant::now();
             let batch = Batch {
                 query_start: &self.query_start,
                 seq_lens: &self.seq_lens,
                 table_start: &self.table_start,
                 block_ids: &self.block_ids,
             };
-            self.plan = Some((geometry, num_threads, Plan::new(&batch, geometry)?));
-            self.times.add(Phase::Plan, start.elapsed());
+            let plan = self.times.time(Phase::Plan, || Plan::new(&batch, geometry))?;
+            self.plan = Some((geometry, num_threads, plan));
         }
         Ok(())
     }
 
-    /// What a layer of a geometry wants to know of the step.
+    /// The plan for a geometry.
     pub(super) fn plan(&mut self, geometry: Geometry) -> PyResult<Planned<'_>> {
         self.make(geometry)?;
         let (_, _, plan) = self.plan.as_ref().expect("made above");
         Ok(Planned {
             plan,
-            positions: &self.positions,
-            slot_mapping: &self.slot_mapping,
             times: &mut self.times,
         })
     }
@@ -80,8 +72,6 @@ impl StepPlan {
         seq_lens: Indices,
         table_start: Indices,
         block_ids: Indices,
-        positions: Indices,
-        slot_mapping: Indices,
     ) -> PyResult<Self> {
         let copy = |name, indices| -> PyResult<Vec<i32>> {
             // SAFETY: the caller vouches for the addresses; the numbers are copied before anything else happens.
@@ -92,17 +82,9 @@ impl StepPlan {
             seq_lens: copy("seq_lens", seq_lens)?,
             table_start: copy("table_start", table_start)?,
             block_ids: copy("block_ids", block_ids)?,
-            positions: copy("positions", positions)?,
-            slot_mapping: copy("slot_mapping", slot_mapping)?,
             plan: None,
             times: PhaseTimes::default(),
         })
-    }
-
-    /// See `_core.pyi`.
-    #[getter]
-    pub(super) fn num_tokens(&self) -> usize {
-        self.positions.len()
     }
 
     /// See `_core.pyi`.

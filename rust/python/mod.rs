@@ -6,11 +6,11 @@ mod cache;
 mod core;
 mod cpu;
 mod cuda;
+mod decoder;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
 mod events;
 mod explain;
-mod layer;
 mod linear;
 mod norm;
 mod sample;
@@ -33,11 +33,11 @@ mod _core {
     #[pymodule_export]
     use super::cuda::cuda_sources;
     #[pymodule_export]
-    use super::edge::{Edge, InvalidRequest, QueueFull};
+    use super::decoder::Decoder;
+    #[pymodule_export]
+    use super::edge::{Edge, Heartbeat, InvalidRequest, QueueFull};
     #[pymodule_export]
     use super::events::EventReader;
-    #[pymodule_export]
-    use super::layer::DecoderLayer;
     #[pymodule_export]
     use super::linear::PackedLinear;
     #[pymodule_export]

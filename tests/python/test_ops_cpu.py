@@ -19,14 +19,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 @dataclass
 class Tables:
-    """The part of a step's batch that attention reads; positions and slots are read by the other operations."""
+    """The part of a step's batch that attention reads."""
 
     query_start: Tensor
     seq_lens: Tensor
     table_start: Tensor
     block_ids: Tensor
-    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), init=False)
-    slot_mapping: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), init=False)
     prepared: dict[str, Any] = field(default_factory=dict, init=False)
 
 

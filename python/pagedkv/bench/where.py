@@ -1,15 +1,14 @@
-"""Says where the time of a run goes, call by call into Rust, beside what each would take at the least.
+"""Says where the time of a run goes, kernel by kernel, beside what each would take at the least.
 
 Two workloads through `LLM`, greedy, on the CPU: "crowd" is 32 requests at once, 32 to 512 tokens in,
-16 to 256 out; "single" is one request, 128 in, 128 out. Every call into `pagedkv._core` is timed, and within
-a decoder layer, which is one call, the layer times its kernels; whatever lies between, torch included, is
-Python's. A floor is the larger one of two times: the
-multiplications at the processor's peak, and the bytes that must be read or written at its read bandwidth;
-both are measured in the same run. Small tensors lie in a cache, so calls on them can be faster than their
-floors. The timers cost up to a microsecond a call, which counts as Python.
+16 to 256 out; "single" is one request, 128 in, 128 out. The core and sampling are timed call by call, the
+forward pass, which is one call into Rust, times its kernels itself; whatever lies between, torch included, is
+Python's. A floor is the larger one of two times: the multiplications at the processor's peak, and the bytes
+that must be read or written at its read bandwidth; both are measured in the same run. Small tensors lie in a
+cache, so calls on them can be faster than their floors. Reading the timers counts as Python, up to 50
+microseconds a step.
 """
 
-import ctypes
 import random
 import time
 from collections import defaultdict
@@ -18,12 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor
 
 from pagedkv import LLM, SamplingParams, _core
+from pagedkv.batch import StepBatch
 from pagedkv.ops import cpu
-from pagedkv.ops.layer import LayerWeights
+from pagedkv.ops.decoder import DecoderWeights
 
 WORKLOADS = ("crowd", "single")
 
@@ -104,66 +103,50 @@ def _product(weight: _core.PackedLinear, num_rows: int, out_bytes: int) -> Cost:
     return label, flop, weight.num_bytes + num_rows * row_bytes
 
 
-def _multiply_cost(weight: _core.PackedLinear) -> Callable[..., Cost]:
-    def cost(x: tuple[int, int, int, int], _x_type: str, _out: int, out_type: str) -> Cost:
-        return _product(weight, x[1], _ITEM_BYTES[out_type])
+class TimedOps:
+    """The CPU's operations, whose forward pass times its kernels; the rest is as it was."""
 
-    return cost
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(cpu, name)
 
-class Steps:
-    """The steps of a run, whose layers time themselves."""
-
-    def __init__(self, layer: LayerWeights) -> None:
-        """Notes what all layers have in common with this one."""
-        self._layer = layer
-        self._plans: list[tuple[_core.StepPlan, NDArray[np.int64], NDArray[np.int64]]] = []
-
-    def make(self, *sections: tuple[int, int]) -> _core.StepPlan:
-        """Makes a plan, and keeps it."""
-        starts, ends = (
-            np.array((ctypes.c_int32 * length).from_address(address), dtype=np.int64)
-            for address, length in sections[:2]
-        )
-        plan = _core.StepPlan(*sections)
-        self._plans.append((plan, np.diff(starts), ends))
-        return plan
-
-    def add_to(self, clock: Clock) -> None:
-        """Reads the timers of the layers, and forgets the steps."""
-        for plan, lens, ends in self._plans:
-            costs = self._costs(lens, ends)
-            for phase, (calls, seconds) in plan.phases().items():
-                if calls:
-                    clock.add(costs[phase], calls, seconds)
-        self._plans.clear()
-
-    def _costs(self, lens: NDArray[np.int64], ends: NDArray[np.int64]) -> dict[str, Cost]:
-        """What a call of each phase costs, with `lens` tokens of sequences of which `ends` are known then."""
-        layer, num_tokens = self._layer, int(lens.sum())
-        weights = cast(
-            dict[str, _core.PackedLinear],
-            {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down},
-        )
-        item_bytes = _ITEM_BYTES[weights["qkv"].dtype]
-        costs = {phase: _product(weight, num_tokens, item_bytes) for phase, weight in weights.items()}
-        # Token i of n sees the end minus (n - 1 - i) positions.
-        scores = float((lens * ends - lens * (lens - 1) // 2).sum())
-        query_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        label = "attention, with prompts" if lens.max(initial=0) > 1 else "attention, one token each"
-        num_elements = 2.0 * (float(ends.sum()) * kv_size + num_tokens * query_size)
-        costs["attention"] = (label, 4 * scores * query_size, num_elements * item_bytes)
-        num_elements = 2.0 * num_tokens * (query_size + 2 * kv_size)
-        costs["rope_cache"] = ("rope_cache", 0.0, num_elements * item_bytes)
-        num_elements = 4.0 * num_tokens * weights["qkv"].in_size
-        costs["norm"] = ("norms", 0.0, num_elements * item_bytes)
-        costs["plan"] = ("plan of attention", 0.0, 0.0)
-        return costs
+    def forward(self, model: DecoderWeights, batch: StepBatch, *args: Any) -> Tensor:
+        """Computes as ever, and adds up what the kernels took."""
+        logits = cpu.forward(model, batch, *args)
+        costs = _phase_costs(model, batch)
+        plan: _core.StepPlan = batch.prepared[cpu.name]
+        for phase, (calls, seconds) in plan.phases().items():
+            self._clock.add(costs[phase], calls, seconds)
+        return logits
 
 
-def _norm_cost(_out: int, _x: int, residual: int, *args: Any) -> Cost:
-    num_rows, width, row_type = args[1], args[2], args[5]
-    return "norms", 0.0, float((4 if residual else 2) * num_rows * width * _ITEM_BYTES[row_type])
+def _phase_costs(model: DecoderWeights, batch: StepBatch) -> dict[str, Cost]:
+    """What a call of a kernel costs in each phase of a step."""
+    lens, ends = batch.query_start.numpy().astype(np.int64), batch.seq_lens.numpy().astype(np.int64)
+    lens = np.diff(lens)
+    num_tokens, num_rows = len(batch.token_ids), len(batch.sample_rows)
+    layer = model.layers[0]
+    weights = cast(
+        dict[str, _core.PackedLinear],
+        {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down},
+    )
+    head = cast(_core.PackedLinear, model.head)
+    item_bytes = _ITEM_BYTES[head.dtype]
+    costs = {phase: _product(weight, num_tokens, item_bytes) for phase, weight in weights.items()}
+    costs["head"] = _product(head, num_rows, _ITEM_BYTES["float32"])
+    # Token i of n sees the end minus (n - 1 - i) positions.
+    scores = float((lens * ends - lens * (lens - 1) // 2).sum())
+    query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    label = "attention, with prompts" if lens.max(initial=0) > 1 else "attention, one token each"
+    num_elements = 2.0 * (float(ends.sum()) * kv_size + num_tokens * query_size)
+    costs["attention"] = (label, 4 * scores * query_size, num_elements * item_bytes)
+    num_elements = 2.0 * num_tokens * (query_size + 2 * kv_size)
+    costs["rope_cache"] = ("rope_cache", 0.0, num_elements * item_bytes)
+    for phase, rows in (("norm", num_tokens), ("final_norm", num_rows)):
+        costs[phase] = ("norms", 0.0, 4.0 * rows * head.in_size * item_bytes)
+    return costs | {"plan": ("plan of attention", 0.0, 0.0), "embedding": ("embedding", 0.0, 0.0)}
 
 
 def _sample_cost(*args: Any) -> Cost:
@@ -175,32 +158,13 @@ def _free(label: str) -> Callable[..., Cost]:
     return lambda *_: (label, 0.0, 0.0)
 
 
-def _wrap(llm: LLM, clock: Clock) -> Steps:
-    """Puts timers between the engine, the model and the operations on one side, and Rust on the other.
-
-    The layers time themselves: what they took is in the steps that are returned.
-    """
+def _wrap(llm: LLM, clock: Clock) -> None:
+    """Puts timers between the engine and the operations on one side, and Rust on the other."""
     engine: Any = llm._engine
     engine.core = Timed(engine.core, clock, dict.fromkeys(("schedule", "commit"), _free("scheduler")))
-    module: Any = Timed(
-        _core,
-        clock,
-        {"rms_norm": _norm_cost, "sample": _sample_cost, "copy_blocks": _free("copy_blocks")},
-    )
-    network = engine.runner.model
-    steps = Steps(network.model.packed[0])
-    module.StepPlan = steps.make
-    vars(cpu)["_core"] = module
-    for part in network.modules():
-        _wrap_weights(part, clock)
-    return steps
-
-
-def _wrap_weights(part: nn.Module, clock: Clock) -> None:
-    for name, weight in vars(part).items():
-        if isinstance(weight, _core.PackedLinear):
-            costs = {"multiply": _multiply_cost(weight), "rows": _free("embedding")}
-            setattr(part, name, Timed(weight, clock, costs))
+    engine.runner.ops = TimedOps(clock)
+    costs = {"sample": _sample_cost, "copy_blocks": _free("copy_blocks")}
+    vars(cpu)["_core"] = Timed(_core, clock, costs)
 
 
 def requests(workload: str, run: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -217,7 +181,7 @@ def requests(workload: str, run: int, vocab_size: int) -> tuple[list[list[int]],
 def run(model: str | None, dtype: str, workloads: Sequence[str]) -> list[dict[str, Any]]:
     """Runs the workloads, each first without timers; prints a table for each and returns the figures."""
     llm = LLM(model, device="cpu", dtype=dtype, max_model_len=4096, kv_memory="2GiB")
-    head = getattr(llm._engine.runner.model, "head", None)
+    head = llm._engine.runner.model.packed.head
     if not isinstance(head, _core.PackedLinear):
         raise ValueError("the kernels in Rust do not run here: torch multiplies")
 
@@ -231,13 +195,12 @@ def run(model: str | None, dtype: str, workloads: Sequence[str]) -> list[dict[st
     ceilings = _core.cpu_ceilings()
     untimed = [seconds(workload, 1) for workload in workloads]
     clock = Clock(ceilings.get(head.arithmetic, float("inf")), ceilings["read"])
-    steps = _wrap(llm, clock)
+    _wrap(llm, clock)
     results = []
     try:
         for workload, without in zip(workloads, untimed, strict=True):
             clock.parts.clear()
             whole = seconds(workload, 2)
-            steps.add_to(clock)
             parts = dict(clock.parts)
             num_steps = parts["scheduler"].calls // 2
             parts["Python"] = Part(num_steps, whole - sum(part.seconds for part in parts.values()))

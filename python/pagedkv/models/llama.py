@@ -2,32 +2,33 @@
 
 They are told apart by `ModelConfig` alone. Parameters are named as the checkpoints name them, so loading is a
 walk over names; `LlamaForCausalLM.pack` then turns the weights into what the backend multiplies with, several
-into one where they share their input. Hidden states are [T, hidden], the tokens of all sequences of the step
-one after another: no batch dimension, no padding, no mask. Who computes (`ops`), what (`batch`) and where the
-keys lie (`kv_cache`) are arguments of `forward`; the modules hold weights and angles only.
+into one where they share their input. What is computed with them is said in `pagedkv.ops.decoder`. Hidden
+states are [T, hidden], the tokens of all sequences of the step one after another: no batch dimension, no
+padding, no mask. Who computes (`ops`), what (`batch`) and where the keys lie (`kv_cache`) are arguments of
+`forward`; the modules hold weights and angles only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from pagedkv._core import Heartbeat
 from pagedkv.batch import StepBatch
 from pagedkv.kv_cache import KVCache
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.rope import cos_sin_table
 from pagedkv.ops import Ops, PackedWeight
-from pagedkv.ops.layer import LayerWeights
+from pagedkv.ops.decoder import DecoderWeights, LayerWeights
 
 
 class RMSNorm(nn.Module):
-    """The weight of a norm, which scales rows to a root mean square of 1 first."""
+    """The weight of a norm."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
 
 
 class Embedding(nn.Module):
@@ -40,10 +41,6 @@ class Embedding(nn.Module):
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_rows, size))
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, size]."""
-        return nn.functional.embedding(token_ids, self.weight)
 
 
 class Linear(nn.Module):
@@ -77,8 +74,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, kv_size, config.attention_bias)
         self.v_proj = Linear(config.hidden_size, kv_size, config.attention_bias)
         self.o_proj = Linear(query_size, config.hidden_size, config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else None
 
 
 class MLP(nn.Module):
@@ -96,15 +93,14 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size)
         self.mlp = MLP(config)
 
     def pack(self, ops: Ops, *, release: bool) -> LayerWeights:
         """See `LlamaForCausalLM.pack`. The norms share the memory of their parameters."""
-        config, attention, mlp = self.config, self.self_attn, self.mlp
+        attention, mlp = self.self_attn, self.mlp
         head_norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
             head_norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
@@ -116,57 +112,28 @@ class Layer(nn.Module):
             post_norm=self.post_attention_layernorm.weight.detach(),
             gate_up=pack(ops, [mlp.gate_proj, mlp.up_proj], release=release, gated=True),
             down=pack(ops, [mlp.down_proj], release=release),
-            eps=config.rms_norm_eps,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
         )
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the last norm.
-
-    Attributes:
-        packed: what `layers` computes with, layer by layer.
-        tied: the packed output layer, where it is the embedding as well; then `embed_tokens` is not read.
-    """
+    """Embedding, layers and the last norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.packed: list[LayerWeights] = []
-        self.tied: PackedWeight | None = None
-
-    def forward(
-        self,
-        batch: StepBatch,
-        angles: tuple[Tensor, Tensor],
-        kv_cache: KVCache,
-        ops: Ops,
-        before_layer: Callable[[], None] | None,
-    ) -> Tensor:
-        """Hidden states after the last layer, of the sampled rows only: [R, hidden]."""
-        if self.tied is None:
-            residual = self.embed_tokens(batch.token_ids)
-        else:
-            residual = ops.embedding(batch.token_ids, self.tied)
-        update = None
-        for layer, cache in zip(self.packed, kv_cache.layers, strict=True):
-            if before_layer is not None:
-                before_layer()
-            update = ops.decoder_layer(residual, update, layer, angles, batch, cache)
-        assert update is not None, "a model has layers"
-        # The norm works row by row, so the rows nobody samples need not go through it.
-        update, residual = update[batch.sample_rows], residual[batch.sample_rows]
-        return ops.add_rms_norm(update, residual, self.norm.weight, self.norm.eps)
+        self.norm = RMSNorm(config.hidden_size)
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole model. `pack` and `set_max_len` must have been called before the first `forward`."""
+    """The whole model. `pack` and `set_max_len` must have been called before the first `forward`.
 
-    head: PackedWeight
+    Attributes:
+        packed: what is computed with.
+        angles: cosines and sines.
+    """
+
+    packed: DecoderWeights
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -183,12 +150,20 @@ class LlamaForCausalLM(nn.Module):
             release: Drop what was packed, so that no weight is held twice. The model cannot be packed again.
             progress: Show a bar.
         """
+        config, embedding = self.config, self.model.embed_tokens
         layers = tqdm(self.model.layers, desc="packing weights", disable=not progress, leave=False)
-        self.model.packed = [layer.pack(ops, release=release) for layer in layers]
-        embedding = self.model.embed_tokens
+        packed_layers = [layer.pack(ops, release=release) for layer in layers]
         is_tied = embedding.weight is self.lm_head.weight
-        self.head = pack(ops, [self.lm_head], release=release)
-        self.model.tied = self.head if is_tied else None
+        self.packed = DecoderWeights(
+            embedding=None if is_tied else embedding.weight.detach(),
+            layers=packed_layers,
+            norm=self.model.norm.weight.detach(),
+            head=pack(ops, [self.lm_head], release=release),
+            eps=config.rms_norm_eps,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
         if is_tied and release:
             embedding.register_parameter("weight", None)
 
@@ -200,18 +175,13 @@ class LlamaForCausalLM(nn.Module):
         self.angles = (cos.to(device), sin.to(device))
 
     def forward(
-        self,
-        batch: StepBatch,
-        kv_cache: KVCache,
-        ops: Ops,
-        before_layer: Callable[[], None] | None = None,
+        self, batch: StepBatch, kv_cache: KVCache, ops: Ops, heartbeat: Heartbeat | None = None
     ) -> Tensor:
         """Computes a step, and returns the f32 logits [R, vocab] of the sampled rows.
 
         The keys and values of all its tokens are written to the cache on the way. The batch's copies must
-        have been done before. Positions must be below the length given to `set_max_len`. `before_layer` is
-        called before each layer.
+        have been done before. Positions must be below the length given to `set_max_len`. `heartbeat` beats
+        before each layer.
         """
         assert self.angles is not None, "set_max_len was not called"
-        hidden = self.model(batch, self.angles, kv_cache, ops, before_layer)
-        return ops.linear(hidden, self.head, torch.float32)
+        return ops.forward(self.packed, batch, self.angles, kv_cache.layers, heartbeat)

@@ -18,9 +18,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.errors import BackendUnavailable
-from pagedkv.ops.layer import LayerWeights
+from pagedkv.ops.decoder import DecoderWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
 
@@ -106,27 +107,22 @@ class Ops(Protocol):
         head h reads key/value head h // (H / G). Scores and their softmax are float32 whatever the dtype.
         """
 
-    def decoder_layer(  # noqa: PLR0913 - everything that a layer reads and writes
+    def forward(
         self,
-        residual: Tensor,
-        update: Tensor | None,
-        layer: LayerWeights,
-        angles: tuple[Tensor, Tensor],
+        model: DecoderWeights,
         batch: StepBatch,
-        cache: tuple[Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        heartbeat: Heartbeat | None = None,
     ) -> Tensor:
-        """A whole decoder layer, see `pagedkv.ops.layer.compose`; writes this step's keys and values.
+        """A whole forward pass, see `pagedkv.ops.decoder.compose`: the f32 logits [R, V] of the sampled rows.
 
         Args:
-            residual: [T, hidden], dense. `update` and what attention contributes are added to it, in place.
-            update: What the layer before returned, [T, hidden]; it may be written over. None for the first.
-            layer: Its weights, packed by this backend.
-            angles: Cosines and sines as in `rope_cache`.
+            model: Its weights, packed by this backend.
             batch: The step. Its copies must have been done.
-            cache: Keys and values of this layer, as in `rope_cache`.
-
-        Returns:
-            [T, hidden]: what is still to be added to `residual`.
+            angles: Cosines and sines as in `rope_cache`.
+            kv_caches: Keys and values of each layer, as in `rope_cache`; those of the step are written.
+            heartbeat: Beats before each layer.
         """
 
     def copy_blocks(self, kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:

@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 
 from pagedkv import _core
+from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops import reference
-from pagedkv.ops.layer import LayerWeights, compose
+from pagedkv.ops.decoder import DecoderWeights, compose
 
 if TYPE_CHECKING:
     from pagedkv.ops import Ops
 
-    Packed = tuple[_core.PackedLinear, _core.PackedLinear, _core.PackedLinear, _core.PackedLinear]
+    Products = tuple[_core.PackedLinear, _core.PackedLinear, _core.PackedLinear, _core.PackedLinear]
 
 __all__ = [
     "add_rms_norm",
     "copy_blocks",
-    "decoder_layer",
     "embedding",
+    "forward",
     "linear",
     "logprobs",
     "name",
@@ -222,15 +223,8 @@ def paged_attention(
 
 
 def _prepare(batch: StepBatch) -> _core.StepPlan:
-    """What the layers of a step share."""
-    sections = (
-        batch.query_start,
-        batch.seq_lens,
-        batch.table_start,
-        batch.block_ids,
-        batch.positions,
-        batch.slot_mapping,
-    )
+    """Makes the plan of a step, which all of its layers use."""
+    sections = (batch.query_start, batch.seq_lens, batch.table_start, batch.block_ids)
     # Kept until the plan has copied them: `_int32` may have made new ones.
     held = [_int32(section) for section in sections]
     plan = _core.StepPlan(*map(_indices, held))
@@ -240,69 +234,82 @@ def _prepare(batch: StepBatch) -> _core.StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A layer in Rust, and the tensors whose addresses it holds."""
+    """A model in Rust with its caches, and the tensors whose addresses it holds."""
 
-    kernel: _core.DecoderLayer
-    hidden_size: int
-    dtype: torch.dtype
+    decoder: _core.Decoder
+    vocab_size: int
     angles: tuple[Tensor, Tensor]
-    cache: tuple[Tensor, Tensor]
-    held: tuple[Tensor, ...]
+    kv_caches: Sequence[tuple[Tensor, Tensor]]
+    held: list[Tensor]
 
 
-def decoder_layer(  # noqa: PLR0913 - the contract's signature
-    residual: Tensor,
-    update: Tensor | None,
-    layer: LayerWeights,
-    angles: tuple[Tensor, Tensor],
+def forward(
+    model: DecoderWeights,
     batch: StepBatch,
-    cache: tuple[Tensor, Tensor],
+    angles: tuple[Tensor, Tensor],
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    heartbeat: Heartbeat | None = None,
 ) -> Tensor:
-    """See `pagedkv.ops.Ops.decoder_layer`. One call into Rust; `update` is written over and returned."""
+    """See `pagedkv.ops.Ops.forward`. One call into Rust."""
     if not _PACKS:
-        return compose(_THIS, residual, update, layer, angles, batch, cache)
-    bound: _Bound | None = layer.prepared.get(name)
-    if bound is None or bound.cache is not cache or bound.angles is not angles:
-        bound = layer.prepared[name] = _bind(layer, angles, cache)
+        return compose(_THIS, model, batch, angles, kv_caches, heartbeat)
+    bound: _Bound | None = model.prepared.get(name)
+    if bound is None or bound.kv_caches is not kv_caches or bound.angles is not angles:
+        bound = model.prepared[name] = _bind(model, angles, kv_caches)
     plan: _core.StepPlan = batch.prepared.get(name) or _prepare(batch)
-    is_first = update is None
-    update = torch.empty_like(residual) if update is None else update
-    for label, rows in (("residual", residual), ("update", update)):
-        if rows.dtype != bound.dtype or rows.shape != (plan.num_tokens, bound.hidden_size):
-            given = f"{list(rows.shape)} of {rows.dtype}"
-            allowed = f"[{plan.num_tokens}, {bound.hidden_size}] of {bound.dtype}"
-            raise ValueError(f"{label} is {given}, allowed: {allowed}")
-        if not (rows.is_contiguous() and rows.is_cpu):
-            given = f"strides {rows.stride()} on {rows.device}"
-            raise ValueError(f"{label} has {given}, allowed: dense rows on the CPU")
-    bound.kernel.forward(plan, residual.data_ptr(), update.data_ptr(), not is_first)
-    return update
-
-
-def _bind(layer: LayerWeights, angles: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]) -> _Bound:
-    """Looks up the addresses that stay the same as long as cache and angles do."""
-    packed = cast("Packed", (layer.qkv, layer.out, layer.gate_up, layer.down))
-    dtype, hidden_size = _DTYPES[packed[0].dtype], packed[0].in_size
-    heads = () if layer.head_norms is None else layer.head_norms
-    sizes = (hidden_size, hidden_size, layer.head_dim, layer.head_dim)
-    norms = (layer.input_norm, layer.post_norm, *heads)
-    for norm, size in zip(norms, sizes, strict=False):
-        if norm.dtype != dtype or norm.shape != (size,) or not norm.is_contiguous() or not norm.is_cpu:
-            given = f"{list(norm.shape)} of {norm.dtype} on {norm.device}"
-            raise ValueError(f"the weight of a norm is {given}, allowed: dense, [{size}] of {dtype} on the CPU")
-    cos, sin = (table.float().contiguous() for table in angles)
-    kernel = _core.DecoderLayer(
-        packed,
-        [norm.data_ptr() for norm in norms],
-        layer.eps,
-        layer.num_heads,
-        layer.scale,
-        (_tensor(cos), _tensor(sin)),
-        _tensor(cache[0]),
-        _tensor(cache[1]),
-        _cache_dtype_name(*cache),
+    token_ids, positions = _int32(batch.token_ids), _int32(batch.positions)
+    slot_mapping, sample_rows = _int32(batch.slot_mapping), _int32(batch.sample_rows)
+    logits = torch.empty((len(sample_rows), bound.vocab_size), dtype=torch.float32)
+    bound.decoder.forward(
+        plan,
+        _indices(token_ids),
+        _indices(positions),
+        _indices(slot_mapping),
+        _indices(sample_rows),
+        logits.data_ptr(),
+        heartbeat,
     )
-    return _Bound(kernel, hidden_size, dtype, angles, cache, (cos, sin, *norms))
+    return logits
+
+
+def _bind(
+    model: DecoderWeights, angles: tuple[Tensor, Tensor], kv_caches: Sequence[tuple[Tensor, Tensor]]
+) -> _Bound:
+    """Looks up what stays where it is as long as the caches and the angles are the same ones."""
+    head = cast(_core.PackedLinear, model.head)
+    dtype, hidden_size = _DTYPES[head.dtype], head.in_size
+    cos, sin = (table.float().contiguous() for table in angles)
+    held = [cos, sin]
+
+    def address(label: str, tensor: Tensor, *shape: int) -> int:
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
+            given = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            raise ValueError(f"{label} is {given}, allowed: dense, {list(shape)} of {dtype} on the CPU")
+        held.append(tensor)
+        return tensor.data_ptr()
+
+    cache_type, layers = _cache_dtype_name(*kv_caches[0]), []
+    for idx, (layer, cache) in enumerate(zip(model.layers, kv_caches, strict=True)):
+        if _cache_dtype_name(*cache) != cache_type:
+            raise ValueError(f"dtype of cache {idx} is {cache[0].dtype}, allowed: {cache_type}, as before")
+        norms = [address("input_norm", layer.input_norm, hidden_size)]
+        norms.append(address("post_norm", layer.post_norm, hidden_size))
+        norms += [address("a head norm", norm, model.head_dim) for norm in layer.head_norms or ()]
+        products = cast("Products", (layer.qkv, layer.out, layer.gate_up, layer.down))
+        layers.append((products, norms, (_tensor(cache[0]), _tensor(cache[1]))))
+    embedding = model.embedding
+    decoder = _core.Decoder(
+        layers,
+        cache_type,
+        0 if embedding is None else address("embedding", embedding, head.out_size, hidden_size),
+        address("norm", model.norm, hidden_size),
+        head,
+        model.eps,
+        model.num_heads,
+        model.scale,
+        (_tensor(cos), _tensor(sin)),
+    )
+    return _Bound(decoder, head.out_size, angles, kv_caches, held)
 
 
 def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:

@@ -8,12 +8,13 @@ GPU, and the tests execute the same kernels on the CPU.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops import reference
 from pagedkv.ops.cuda_kernels import (
@@ -35,8 +36,11 @@ from pagedkv.ops.cuda_kernels import (
     wide_shape,
 )
 from pagedkv.ops.cuda_plan import AttentionPlan, PlanOptions, plan_attention
-from pagedkv.ops.layer import LayerWeights, compose
+from pagedkv.ops.decoder import DecoderWeights, compose
 from pagedkv.ops.reference import PackedWeight
+
+if TYPE_CHECKING:
+    from pagedkv.ops import Ops
 
 
 def on_gpu() -> "CudaOps":
@@ -252,17 +256,16 @@ class CudaOps:
         )
         return out
 
-    def decoder_layer(  # noqa: PLR0913 - the contract's signature
+    def forward(
         self,
-        residual: Tensor,
-        update: Tensor | None,
-        layer: LayerWeights,
-        angles: tuple[Tensor, Tensor],
+        model: DecoderWeights,
         batch: StepBatch,
-        cache: tuple[Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        heartbeat: Heartbeat | None = None,
     ) -> Tensor:
-        """See `pagedkv.ops.Ops.decoder_layer`."""
-        return compose(self, residual, update, layer, angles, batch, cache)
+        """See `pagedkv.ops.Ops.forward`."""
+        return compose(cast("Ops", self), model, batch, angles, kv_caches, heartbeat)
 
     def copy_blocks(self, kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:
         """See `pagedkv.ops.Ops.copy_blocks`. No block may be both a source and a destination."""

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.ops.decoder import DecoderWeights, compose
 from pagedkv.ops.exact import UNIT_MASS, mass
-from pagedkv.ops.layer import LayerWeights, compose
 from pagedkv.ops.philox import gumbel_noise
 
 if TYPE_CHECKING:
@@ -142,16 +143,15 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: f
     return mixed.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim).to(q.dtype)
 
 
-def decoder_layer(  # noqa: PLR0913 - the contract's signature
-    residual: Tensor,
-    update: Tensor | None,
-    layer: LayerWeights,
-    angles: tuple[Tensor, Tensor],
+def forward(
+    model: DecoderWeights,
     batch: StepBatch,
-    cache: tuple[Tensor, Tensor],
+    angles: tuple[Tensor, Tensor],
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    heartbeat: Heartbeat | None = None,
 ) -> Tensor:
-    """See `pagedkv.ops.Ops.decoder_layer`."""
-    return compose(_THIS, residual, update, layer, angles, batch, cache)
+    """See `pagedkv.ops.Ops.forward`."""
+    return compose(_THIS, model, batch, angles, kv_caches, heartbeat)
 
 
 def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:
