@@ -213,9 +213,7 @@ impl<'a> Calls<'a> {
 
     /// Normalises the residual, after adding the update if `adds`. Returns where the result is.
     fn norm(&mut self, weight: MatrixView, adds: bool) -> MatrixView {
-        let LayerCall {
-            residual, update, ..
-        } = *self.call;
+        let LayerCall { residual, update, .. } = *self.call;
         let out = self.matrix(self.call.rows, residual.width);
         let call = RmsNorm {
             out,
@@ -229,8 +227,7 @@ impl<'a> Calls<'a> {
     }
 
     fn linear(&mut self, phase: Phase, x: MatrixView, weight: &'a PackedWeight, out: MatrixView) {
-        self.calls
-            .push((phase, Call::Linear(Linear { out, x, weight })));
+        self.calls.push((phase, Call::Linear(Linear { out, x, weight })));
     }
 
     /// Normalises each head in place.

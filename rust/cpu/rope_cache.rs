@@ -148,10 +148,7 @@ impl RopeCache<'_> {
                 to_type: self.key_cache.dtype,
                 head_dim: key.head_dim,
             };
-            let (from, to) = (
-                value.row(token, head),
-                self.value_cache.row(block, head, offset),
-            );
+            let (from, to) = (value.row(token, head), self.value_cache.row(block, head, offset));
             // SAFETY: as above; the slot was checked, and no other token has it.
             unsafe {
                 rotation.run(simd, angles);
@@ -200,7 +197,8 @@ impl Rotation {
             // long as both.
             unsafe {
                 let (a, b) = (self.load(simd, idx), self.load(simd, half + idx));
-                let angle = |angles: &[f32], idx: usize| simd.load_f32(angles[idx..idx + LANES].as_ptr().cast());
+                let angle =
+                    |angles: &[f32], idx: usize| simd.load_f32(angles[idx..idx + LANES].as_ptr().cast());
                 let first = simd.sub(simd.mul(a, angle(cos, idx)), simd.mul(b, angle(sin, idx)));
                 let second = simd.add(
                     simd.mul(b, angle(cos, half + idx)),
@@ -245,7 +243,13 @@ impl Rotation {
         let mut lanes = [0.0; LANES];
         simd.store(vector, &mut lanes);
         // SAFETY: the caller vouches for sixteen elements.
-        unsafe { store_row(self.to_type, &lanes, self.to.wrapping_add(idx * self.to_type.size())) };
+        unsafe {
+            store_row(
+                self.to_type,
+                &lanes,
+                self.to.wrapping_add(idx * self.to_type.size()),
+            )
+        };
     }
 
     #[inline(always)]
@@ -259,7 +263,13 @@ impl Rotation {
     #[inline(always)]
     unsafe fn store_one(self, value: f32, idx: usize) {
         // SAFETY: the caller vouches for the element.
-        unsafe { store_row(self.to_type, &[value], self.to.wrapping_add(idx * self.to_type.size())) };
+        unsafe {
+            store_row(
+                self.to_type,
+                &[value],
+                self.to.wrapping_add(idx * self.to_type.size()),
+            )
+        };
     }
 }
 
@@ -291,7 +301,12 @@ fn index(value: i32) -> usize {
 }
 
 /// Refuses a list of another length than `len`, or an index outside `0..end`.
-pub(super) fn check_indices(name: &str, indices: &[i32], len: usize, end: usize) -> Result<(), InvalidArgument> {
+pub(super) fn check_indices(
+    name: &str,
+    indices: &[i32],
+    len: usize,
+    end: usize,
+) -> Result<(), InvalidArgument> {
     if indices.len() != len {
         return Err(InvalidArgument::new(
             format!("length of {name}"),

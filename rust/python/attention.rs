@@ -61,7 +61,6 @@ impl StepPlan {
             times: &mut self.times,
         })
     }
-
 }
 
 #[pymethods]

@@ -82,10 +82,7 @@ impl HeldLayer {
 impl Decoder {
     /// See `_core.pyi`. The caller vouches for the addresses, as long as the object lives.
     #[new]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the parts of a model, one by one"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "the parts of a model, one by one")]
     fn new(
         layers: Vec<LayerParts>,
         cache_type: &str,
@@ -132,10 +129,7 @@ impl Decoder {
     }
 
     /// See `_core.pyi`. The caller vouches for the addresses.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the sections of a step, one by one"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "the sections of a step, one by one")]
     fn forward(
         &self,
         py: Python<'_>,
@@ -177,9 +171,7 @@ impl Decoder {
                 plan,
             },
             sample_rows,
-            embedding: self
-                .embedding
-                .map_or(Embedding::Packed(head), Embedding::Rows),
+            embedding: self.embedding.map_or(Embedding::Packed(head), Embedding::Rows),
             layers: &layers,
             norm: self.norm,
             head,
@@ -197,7 +189,9 @@ impl Decoder {
         };
         let mut result = Ok(());
         // SAFETY: the caller vouches for the addresses and for the exclusive access to what is written.
-        run(py, call.estimated_ns(), || result = unsafe { call.run(times, beat) });
+        run(py, call.estimated_ns(), || {
+            result = unsafe { call.run(times, beat) }
+        });
         Ok(result?)
     }
 }
