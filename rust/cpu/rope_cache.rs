@@ -248,7 +248,7 @@ impl Rotation {
                 self.to_type,
                 &lanes,
                 self.to.wrapping_add(idx * self.to_type.size()),
-            )
+            );
         };
     }
 
@@ -268,7 +268,7 @@ impl Rotation {
                 self.to_type,
                 &[value],
                 self.to.wrapping_add(idx * self.to_type.size()),
-            )
+            );
         };
     }
 }
@@ -277,7 +277,7 @@ impl Rotation {
 #[inline(always)]
 unsafe fn copy_row(from_type: Dtype, from: *const u8, to_type: Dtype, to: *mut u8, len: usize) {
     if from_type == to_type {
-        if !std::ptr::eq(from, to) {
+        if len > 0 && !std::ptr::eq(from, to) {
             // SAFETY: the caller vouches for both rows, which do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(from, to, len * from_type.size()) };
         }

@@ -188,9 +188,9 @@ impl Decoder {
             }
         };
         let mut result = Ok(());
-        // SAFETY: the caller vouches for the addresses and for the exclusive access to what is written.
         run(py, call.estimated_ns(), || {
-            result = unsafe { call.run(times, beat) }
+            // SAFETY: the caller vouches for the addresses and for the exclusive access to what is written.
+            result = unsafe { call.run(times, beat) };
         });
         Ok(result?)
     }
