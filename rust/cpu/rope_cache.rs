@@ -15,11 +15,12 @@ use super::isa::{Isa, Kernel, LANES, Simd};
 use super::pool;
 use super::tensor::{CacheView, RowsView};
 
-/// Tokens that a thread takes at a time.
-const TOKENS_PER_PIECE: usize = 16;
+/// Tokens that a thread takes at a time: few, since a token of a decode writes to a place of its own, which is seldom
+/// in a cache.
+const TOKENS_PER_PIECE: usize = 4;
 
 /// Elements a nanosecond and a thread, for the estimate of a call's duration.
-const ELEMENTS_PER_NS: usize = 2;
+const ELEMENTS_PER_NS: usize = 1;
 
 /// Elements that are converted at a time where the cache is of another type.
 const CHUNK_LEN: usize = 64;
