@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 __all__ = [
     "Conflict",
     "Core",
+    "Decoder",
     "Edge",
     "EventReader",
+    "Heartbeat",
     "InvalidRequest",
     "NotFound",
     "PackedLinear",
@@ -276,6 +278,21 @@ class Edge:
     def stats(self) -> dict[str, int]:
         """Counters of the last step: see rust/sync/stats.rs for the names."""
 
+@final
+class Heartbeat:
+    """Signs of life of a thread, which any thread may look at."""
+
+    def __new__(cls) -> Heartbeat:
+        """Beats for the first time, which is not counted."""
+    def beat(self) -> None:
+        """Shows that the thread goes on."""
+    @property
+    def age(self) -> float:
+        """Seconds since the last beat."""
+    @property
+    def num_beats(self) -> int:
+        """Beats so far."""
+
 def cpu_ceilings() -> dict[str, float]:
     """Measures, on all threads of the kernels, what the processor could do at most; takes about a second.
 
@@ -358,6 +375,12 @@ class StepPlan:
         cls, query_start: _Indices, seq_lens: _Indices, table_start: _Indices, block_ids: _Indices
     ) -> StepPlan:
         """Copies the step's sections. They are checked by the first call, which knows the cache."""
+    def phases(self) -> dict[str, tuple[int, float]]:
+        """Calls of kernels, and their seconds, that `Decoder.forward` has made for this step, by phase.
+
+        These are "plan" (of attention), "embedding", "norm", "qkv", "rope_cache", "attention", "out",
+        "gate_up", "down", "final_norm" and "head".
+        """
 
     def paged_attention(
         self,
@@ -377,6 +400,52 @@ class StepPlan:
         blocks that are shared, or the chunk of the prompt that it came in. Raises ValueError where shapes,
         lengths or block ids do not fit. The GIL is released when the call is expected to take a millisecond
         or more.
+        """
+
+@final
+class Decoder:
+    """A model and its caches: `pagedkv.ops.Ops.forward`. Holds what is the same in every step."""
+
+    def __new__(
+        cls,
+        layers: Sequence[
+            tuple[
+                tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear],
+                Sequence[int],
+                tuple[_Tensor, _Tensor],
+            ]
+        ],
+        cache_type: str,
+        embedding: int,
+        norm: int,
+        head: PackedLinear,
+        eps: float,
+        num_heads: int,
+        scale: float,
+        angles: tuple[_Tensor, _Tensor],
+    ) -> Decoder:
+        """Keeps addresses: their memory must outlive the object, the angles unchanged.
+
+        A layer is the products of qkv, out, gate_up and down, the addresses of its norms (before attention,
+        before the feed-forward layer, and if there are four, of each query head and each key head), and its
+        key and value cache. embedding is the address of [V, hidden], 0 if that is the head's weight; norm
+        that of the norm before the head. All are dense and of the type of the head.
+        """
+    def forward(
+        self,
+        plan: StepPlan,
+        token_ids: _Indices,
+        positions: _Indices,
+        slot_mapping: _Indices,
+        sample_rows: _Indices,
+        logits: int,
+        heartbeat: Heartbeat | None,
+    ) -> None:
+        """Computes a step and writes the dense float32 logits [R, V] of its sampled rows.
+
+        What layers and kernels hand on lies in buffers of the calling thread, which are kept. The heart beats
+        before each layer. Raises ValueError where shapes, ids, positions, slots or tables do not fit, before
+        a layer writes anything. The same rule for the GIL as in `StepPlan.paged_attention`.
         """
 
 def rope_cache(

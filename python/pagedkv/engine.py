@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 # Without news the thread looks around this often, which is also how it shows that it is alive.
 IDLE_WAIT_S: Final = 0.25
-# CPython hands the GIL over only after this interval when a thread does not let go by itself. The forward
-# pass lets go and comes back many times a step; at the usual 5 ms each return could wait that long for a busy
-# asyncio thread.
+# CPython hands the GIL over only after this interval when a thread does not let go by itself. A step lets go
+# in every call that computes for a millisecond or more; at the usual 5 ms each return could wait that long
+# for a busy asyncio thread.
 SWITCH_INTERVAL_S: Final = 1e-4
 
 
@@ -193,15 +193,14 @@ class EngineThread:
         self._questions: deque[tuple[Callable[[Core], Any], Future[Any]]] = deque()
         self._stopping = False
         self._ended = False
-        self._beat = time.monotonic()
+        self._heartbeat = engine.runner.heartbeat
         self.error: BaseException | None = None
-        engine.runner.before_layer = self._note_beat
         self._thread = threading.Thread(target=self._run, name="pagedkv-engine", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._note_beat()
+        self._heartbeat.beat()
         self._thread.start()
 
     def stop(self, timeout_s: float = 60.0) -> None:
@@ -223,7 +222,7 @@ class EngineThread:
         Idle, it stays under IDLE_WAIT_S. A step with a long prompt may take minutes on few cores, a layer of
         it does not.
         """
-        return time.monotonic() - self._beat
+        return self._heartbeat.age
 
     def ask(self, question: Callable[[Core], T]) -> Future[T]:
         """Has `question` answered by the engine's thread between two steps, also when idle.
@@ -243,7 +242,7 @@ class EngineThread:
         unchecked = False
         try:
             while not self._stopping:
-                self._note_beat()
+                self._heartbeat.beat()
                 self._answer_questions()
                 report = self._engine.step()
                 if report is not None and report.num_events:
@@ -268,9 +267,6 @@ class EngineThread:
     def _post_delivered(self) -> None:
         while self._reports and self._engine.core.has_delivered(self._reports[0].step_id):
             self._post(self._reports.popleft())
-
-    def _note_beat(self) -> None:
-        self._beat = time.monotonic()
 
     def _check_invariants(self) -> None:
         """Looks the cache over once the work is done. What it finds is a bug, but not yet a wrong answer."""

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagedkv._core import Heartbeat
 from pagedkv.batch import StepBatch, arena_section
 from pagedkv.candidates import likeliest
 from pagedkv.decode_graphs import DecodeGraphs
@@ -120,7 +121,7 @@ class ModelRunner:
     """A model, its cache and the operations on them, on one device.
 
     Attributes:
-        before_layer: called before each layer of a forward pass, to show that it goes on; it must be cheap.
+        heartbeat: beats before each layer of a forward pass, to show that it goes on.
         stage: where steps are computed.
     """
 
@@ -145,7 +146,7 @@ class ModelRunner:
         self.model = model.model
         self.kv_cache = kv_cache
         self.ops = ops
-        self.before_layer: Callable[[], None] | None = None
+        self.heartbeat = Heartbeat()
         self.stage = HostStage() if stage is None else stage
         self._graphs: DecodeGraphs | None = None
         # Tokens of the step launched last, for the next one, which may be launched before they are known.
@@ -207,7 +208,7 @@ class ModelRunner:
             source = batch.token_source
             sampled = self._sampled[source.clamp(min=0)].to(batch.token_ids.dtype)
             batch = replace(batch, token_ids=torch.where(source >= 0, sampled, batch.token_ids))
-        logits: Tensor = self.model(batch, self.kv_cache, self.ops, self.before_layer)
+        logits: Tensor = self.model(batch, self.kv_cache, self.ops, self.heartbeat)
         if not samples:
             return logits, None
         tokens = self.ops.sample(logits, batch.sampling)

@@ -16,6 +16,7 @@
 //! | `tile_amx`, `amx` | the same in bf16 on matrix tiles, and their instructions |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |
+//! | `decoder`, `layer` | a forward pass, and a layer of it: the kernels one after another, and what they hand on |
 //! | `sample`, `cut`, `noise` | sampling, where a filter cuts the ranking, and the arithmetic that all backends share |
 //! | `pool` | the threads |
 //! | `peak` | what the processor could do at most |
@@ -29,8 +30,10 @@ pub mod attention;
 pub mod batch;
 pub mod copy_blocks;
 mod cut;
+pub mod decoder;
 pub mod element;
 pub mod isa;
+pub mod layer;
 pub mod linear;
 mod noise;
 pub mod norm;

@@ -11,15 +11,19 @@
 
 use super::InvalidArgument;
 use super::element::{Dtype, load_row, store_row};
-use super::isa::{Isa, Kernel, Simd};
+use super::isa::{Isa, Kernel, LANES, Simd};
 use super::pool;
 use super::tensor::{CacheView, RowsView};
 
-/// Tokens that a thread takes at a time.
-const TOKENS_PER_PIECE: usize = 16;
+/// Tokens that a thread takes at a time: few, since a token of a decode writes to a place of its own, which is seldom
+/// in a cache.
+const TOKENS_PER_PIECE: usize = 4;
 
 /// Elements a nanosecond and a thread, for the estimate of a call's duration.
 const ELEMENTS_PER_NS: usize = 1;
+
+/// Elements that are converted at a time where the cache is of another type.
+const CHUNK_LEN: usize = 64;
 
 /// `[P, rot]`, dense: the cosines or the sines of every position. Both halves of a row are read.
 #[derive(Clone, Copy, Debug)]
@@ -103,7 +107,7 @@ impl RopeCache<'_> {
     ///
     /// # Safety
     /// The call passed `check`; the views are valid, aligned to their types, and for the length of the call nobody
-    /// writes what they cover nor reads what is written; the slots differ.
+    /// writes what they cover nor reads what is written; the slots differ. `out` may be `query`.
     pub unsafe fn run(&self) {
         let isa = Isa::best();
         let num_tokens = self.query.num_tokens;
@@ -116,36 +120,40 @@ impl RopeCache<'_> {
         });
     }
 
-    /// Rotates the heads of one token and writes its slot. `row` holds one head.
+    /// Rotates the heads of one token and writes its slot.
     #[inline(always)]
-    unsafe fn rotate_token(&self, token: usize, row: &mut [f32]) {
+    unsafe fn rotate_token<S: Simd>(&self, simd: S, token: usize) {
         let rot = self.cos.rot;
         let angles = index(self.positions[token]) * rot;
-        let (cos, sin) = (
-            &self.cos.values[angles..angles + rot],
-            &self.sin.values[angles..angles + rot],
-        );
-        for head in 0..self.query.num_heads {
+        let angles = [&self.cos, &self.sin].map(|table| &table.values[angles..angles + rot]);
+        let (query, key, value) = (&self.query, &self.key, &self.value);
+        for head in 0..query.num_heads {
+            let (from, to) = (query.row(token, head), self.out.row(token, head));
+            let rotation = Rotation {
+                from,
+                from_type: query.dtype,
+                to,
+                to_type: self.out.dtype,
+                head_dim: query.head_dim,
+            };
             // SAFETY: token and head are within the views, for which the caller of `run` vouches.
-            unsafe {
-                load_row(self.query.dtype, self.query.row(token, head), row);
-                rotate(row, cos, sin);
-                store_row(self.out.dtype, row, self.out.row(token, head));
-            }
+            unsafe { rotation.run(simd, angles) };
         }
         let slot = index(self.slot_mapping[token]);
         let (block, offset) = (slot / self.key_cache.block_size, slot % self.key_cache.block_size);
-        for head in 0..self.key.num_heads {
+        for head in 0..key.num_heads {
+            let rotation = Rotation {
+                from: key.row(token, head),
+                from_type: key.dtype,
+                to: self.key_cache.row(block, head, offset),
+                to_type: self.key_cache.dtype,
+                head_dim: key.head_dim,
+            };
+            let (from, to) = (value.row(token, head), self.value_cache.row(block, head, offset));
             // SAFETY: as above; the slot was checked, and no other token has it.
             unsafe {
-                load_row(self.key.dtype, self.key.row(token, head), row);
-                rotate(row, cos, sin);
-                store_row(self.key_cache.dtype, row, self.key_cache.row(block, head, offset));
-                let (from, to) = (
-                    self.value.row(token, head),
-                    self.value_cache.row(block, head, offset),
-                );
-                copy_row(self.value.dtype, from, self.value_cache.dtype, to, row);
+                rotation.run(simd, angles);
+                copy_row(value.dtype, from, self.value_cache.dtype, to, value.head_dim);
             }
         }
     }
@@ -159,40 +167,130 @@ struct RotateTokens<'k, 'a> {
 
 impl Kernel for RotateTokens<'_, '_> {
     #[inline(always)]
-    fn run<S: Simd>(self, _simd: S) {
-        let mut row = vec![0.0; self.call.query.head_dim];
+    fn run<S: Simd>(self, simd: S) {
         for token in self.tokens {
             // SAFETY: `RopeCache::run` vouches for the views.
-            unsafe { self.call.rotate_token(token, &mut row) };
+            unsafe { self.call.rotate_token(simd, token) };
         }
     }
 }
 
-/// Rotates the first elements of a head in place. Products and sums are rounded one by one: a fused operation would
-/// give other bits than `q * cos + rotate_half(q) * sin` in torch.
-#[inline(always)]
-fn rotate(row: &mut [f32], cos: &[f32], sin: &[f32]) {
-    let half = cos.len() / 2;
-    let (first, second) = row[..cos.len()].split_at_mut(half);
-    let (cos_first, cos_second) = cos.split_at(half);
-    let (sin_first, sin_second) = sin.split_at(half);
-    for idx in 0..half {
-        let (a, b) = (first[idx], second[idx]);
-        first[idx] = a * cos_first[idx] - b * sin_first[idx];
-        second[idx] = b * cos_second[idx] + a * sin_second[idx];
+/// One head, from where it is to where it goes, which may be the same place.
+#[derive(Clone, Copy)]
+struct Rotation {
+    from: *const u8,
+    from_type: Dtype,
+    to: *mut u8,
+    to_type: Dtype,
+    head_dim: usize,
+}
+
+impl Rotation {
+    /// Rotates the first elements by angles, given as cosines and sines, and copies the others. Products and sums are
+    /// rounded one by one: a fused operation would give other bits than `q * cos + rotate_half(q) * sin` in torch.
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self, simd: S, [cos, sin]: [&[f32]; 2]) {
+        let rot = cos.len();
+        let half = rot / 2;
+        let vectors_end = half - half % LANES;
+        for idx in (0..vectors_end).step_by(LANES) {
+            // SAFETY: the caller vouches for the head; both vectors end within their halves, and the slices are as
+            // long as both.
+            unsafe {
+                let (a, b) = (self.load(simd, idx), self.load(simd, half + idx));
+                let angle =
+                    |angles: &[f32], idx: usize| simd.load_f32(angles[idx..idx + LANES].as_ptr().cast());
+                let first = simd.sub(simd.mul(a, angle(cos, idx)), simd.mul(b, angle(sin, idx)));
+                let second = simd.add(
+                    simd.mul(b, angle(cos, half + idx)),
+                    simd.mul(a, angle(sin, half + idx)),
+                );
+                self.store(simd, first, idx);
+                self.store(simd, second, half + idx);
+            }
+        }
+        for idx in vectors_end..half {
+            // SAFETY: as above.
+            unsafe {
+                let (a, b) = (self.load_one(idx), self.load_one(half + idx));
+                self.store_one(a * cos[idx] - b * sin[idx], idx);
+                self.store_one(b * cos[half + idx] + a * sin[half + idx], half + idx);
+            }
+        }
+        let (from, to) = (self.at(rot), self.to.wrapping_add(rot * self.to_type.size()));
+        // SAFETY: as above.
+        unsafe { copy_row(self.from_type, from, self.to_type, to, self.head_dim - rot) };
+    }
+
+    #[inline(always)]
+    fn at(self, idx: usize) -> *const u8 {
+        self.from.wrapping_add(idx * self.from_type.size())
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, simd: S, idx: usize) -> S::V {
+        // SAFETY: the caller vouches for sixteen elements.
+        unsafe {
+            match self.from_type {
+                Dtype::F32 => simd.load_f32(self.at(idx)),
+                Dtype::Bf16 => simd.load_bf16(self.at(idx)),
+                Dtype::F16 => simd.load_f16(self.at(idx)),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store<S: Simd>(self, simd: S, vector: S::V, idx: usize) {
+        let mut lanes = [0.0; LANES];
+        simd.store(vector, &mut lanes);
+        // SAFETY: the caller vouches for sixteen elements.
+        unsafe {
+            store_row(
+                self.to_type,
+                &lanes,
+                self.to.wrapping_add(idx * self.to_type.size()),
+            );
+        };
+    }
+
+    #[inline(always)]
+    unsafe fn load_one(self, idx: usize) -> f32 {
+        let mut one = [0.0];
+        // SAFETY: the caller vouches for the element.
+        unsafe { load_row(self.from_type, self.at(idx), &mut one) };
+        one[0]
+    }
+
+    #[inline(always)]
+    unsafe fn store_one(self, value: f32, idx: usize) {
+        // SAFETY: the caller vouches for the element.
+        unsafe {
+            store_row(
+                self.to_type,
+                &[value],
+                self.to.wrapping_add(idx * self.to_type.size()),
+            );
+        };
     }
 }
 
-/// Copies a head; bit by bit where the types agree, so that a NaN keeps its payload.
+/// Copies elements of a head; bit by bit where the types agree, so that a NaN keeps its payload.
 #[inline(always)]
-unsafe fn copy_row(from_type: Dtype, from: *const u8, to_type: Dtype, to: *mut u8, row: &mut [f32]) {
-    // SAFETY: the caller vouches for both rows.
-    unsafe {
-        if from_type == to_type {
-            std::ptr::copy_nonoverlapping(from, to, row.len() * from_type.size());
-        } else {
-            load_row(from_type, from, row);
-            store_row(to_type, row, to);
+unsafe fn copy_row(from_type: Dtype, from: *const u8, to_type: Dtype, to: *mut u8, len: usize) {
+    if from_type == to_type {
+        if len > 0 && !std::ptr::eq(from, to) {
+            // SAFETY: the caller vouches for both rows, which do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, len * from_type.size()) };
+        }
+        return;
+    }
+    let mut chunk = [0.0; CHUNK_LEN];
+    for start in (0..len).step_by(CHUNK_LEN) {
+        let chunk = &mut chunk[..CHUNK_LEN.min(len - start)];
+        // SAFETY: as above.
+        unsafe {
+            load_row(from_type, from.wrapping_add(start * from_type.size()), chunk);
+            store_row(to_type, chunk, to.wrapping_add(start * to_type.size()));
         }
     }
 }
@@ -204,12 +302,17 @@ fn index(value: i32) -> usize {
 }
 
 /// Refuses a list of another length than `len`, or an index outside `0..end`.
-fn check_indices(name: &str, indices: &[i32], len: usize, end: usize) -> Result<(), InvalidArgument> {
+pub(super) fn check_indices(
+    name: &str,
+    indices: &[i32],
+    len: usize,
+    end: usize,
+) -> Result<(), InvalidArgument> {
     if indices.len() != len {
         return Err(InvalidArgument::new(
             format!("length of {name}"),
             indices.len(),
-            format!("{len} (tokens)"),
+            len.to_string(),
         ));
     }
     let outside = |&value: &i32| !usize::try_from(value).is_ok_and(|value| value < end);

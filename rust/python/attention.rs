@@ -1,10 +1,13 @@
 //! Binding of attention: the step's plan, made once and used by every layer.
 
+use std::collections::HashMap;
+
 use pyo3::prelude::*;
 
 use super::cpu::{Indices, Tensor, cache, dtype, numbers, rows, run};
 use crate::cpu::attention::Attention;
 use crate::cpu::batch::Batch;
+use crate::cpu::layer::{Phase, PhaseTimes};
 use crate::cpu::plan::{Geometry, Plan};
 use crate::cpu::pool;
 
@@ -17,11 +20,20 @@ pub(super) struct StepPlan {
     block_ids: Vec<i32>,
     /// The plan, for a geometry and a number of threads.
     plan: Option<(Geometry, usize, Plan)>,
+    /// Of the forward pass.
+    times: PhaseTimes,
+}
+
+/// A step whose plan is made.
+pub(super) struct Planned<'a> {
+    pub(super) plan: &'a Plan,
+    /// Where the forward pass adds up its times.
+    pub(super) times: &'a mut PhaseTimes,
 }
 
 impl StepPlan {
-    /// The plan for a geometry; it is made again only where a layer has another one than the layer before.
-    fn plan(&mut self, geometry: Geometry) -> PyResult<&Plan> {
+    /// Makes the plan for a geometry; again only where a layer has another one than the layer before.
+    fn make(&mut self, geometry: Geometry) -> PyResult<()> {
         let num_threads = pool::num_threads();
         let is_made = self
             .plan
@@ -34,10 +46,20 @@ impl StepPlan {
                 table_start: &self.table_start,
                 block_ids: &self.block_ids,
             };
-            self.plan = Some((geometry, num_threads, Plan::new(&batch, geometry)?));
+            let plan = self.times.time(Phase::Plan, || Plan::new(&batch, geometry))?;
+            self.plan = Some((geometry, num_threads, plan));
         }
+        Ok(())
+    }
+
+    /// The plan for a geometry.
+    pub(super) fn plan(&mut self, geometry: Geometry) -> PyResult<Planned<'_>> {
+        self.make(geometry)?;
         let (_, _, plan) = self.plan.as_ref().expect("made above");
-        Ok(plan)
+        Ok(Planned {
+            plan,
+            times: &mut self.times,
+        })
     }
 }
 
@@ -60,7 +82,17 @@ impl StepPlan {
             table_start: copy("table_start", table_start)?,
             block_ids: copy("block_ids", block_ids)?,
             plan: None,
+            times: PhaseTimes::default(),
         })
+    }
+
+    /// See `_core.pyi`.
+    fn phases(&self) -> HashMap<&'static str, (usize, f64)> {
+        let entry = |phase: Phase| {
+            let (calls, duration) = self.times.of(phase);
+            (phase.name(), (calls, duration.as_secs_f64()))
+        };
+        Phase::ALL.into_iter().map(entry).collect()
     }
 
     /// See `_core.pyi`. The caller vouches for the addresses.
@@ -86,7 +118,7 @@ impl StepPlan {
             cache("value_cache", cache_type, value_cache)?,
         );
         let dense = [num_heads * head_dim, head_dim, 1];
-        let plan = self.plan(Geometry {
+        let Planned { plan, .. } = self.plan(Geometry {
             num_tokens,
             num_heads,
             num_kv_heads: key_cache.num_kv_heads,

@@ -186,7 +186,10 @@ pub(super) fn rope_cache(
 
 /// # Safety
 /// The table is readable and unchanged for as long as the result is used.
-unsafe fn angle_table<'a>(name: &str, tensor: Tensor<2>) -> Result<AngleTable<'a>, InvalidArgument> {
+pub(super) unsafe fn angle_table<'a>(
+    name: &str,
+    tensor: Tensor<2>,
+) -> Result<AngleTable<'a>, InvalidArgument> {
     let (address, [num_positions, rot], [row_stride, stride]) = tensor;
     check_dense(name, rot, stride)?;
     if num_positions > 1 && row_stride != rot {

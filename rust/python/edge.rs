@@ -130,3 +130,29 @@ impl Edge {
         Ok(stats)
     }
 }
+
+/// See `_core.pyi`.
+#[pyclass(frozen)]
+pub(super) struct Heartbeat(pub(super) crate::sync::Heartbeat);
+
+#[pymethods]
+impl Heartbeat {
+    #[new]
+    fn new() -> Self {
+        Self(crate::sync::Heartbeat::new())
+    }
+
+    fn beat(&self) {
+        self.0.beat();
+    }
+
+    #[getter]
+    fn age(&self) -> f64 {
+        self.0.age().as_secs_f64()
+    }
+
+    #[getter]
+    fn num_beats(&self) -> u64 {
+        self.0.num_beats()
+    }
+}

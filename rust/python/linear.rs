@@ -10,7 +10,7 @@ use crate::cpu::tensor::MatrixView;
 /// See `_core.pyi`.
 #[pyclass(frozen)]
 pub(super) struct PackedLinear {
-    weight: PackedWeight,
+    pub(super) weight: PackedWeight,
 }
 
 #[pymethods]

@@ -6,6 +6,7 @@ mod cache;
 mod core;
 mod cpu;
 mod cuda;
+mod decoder;
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 mod edge;
 mod events;
@@ -32,7 +33,9 @@ mod _core {
     #[pymodule_export]
     use super::cuda::cuda_sources;
     #[pymodule_export]
-    use super::edge::{Edge, InvalidRequest, QueueFull};
+    use super::decoder::Decoder;
+    #[pymodule_export]
+    use super::edge::{Edge, Heartbeat, InvalidRequest, QueueFull};
     #[pymodule_export]
     use super::events::EventReader;
     #[pymodule_export]

@@ -1,24 +1,23 @@
 //! Bindings of the row-wise kernels: addresses and sizes, as plain numbers.
 //!
-//! These are called some hundred times a step, for a few microseconds of work each. A number is converted in ten
-//! nanoseconds, a tuple of shape and strides in several hundred.
+//! A number is converted in ten nanoseconds, a tuple of shape and strides in several hundred.
 
 use pyo3::prelude::*;
 
 use super::cpu::{dtype, pointer, run};
 use crate::cpu::InvalidArgument;
 use crate::cpu::activation::SiluMul;
+use crate::cpu::element::Dtype;
 use crate::cpu::norm::RmsNorm;
 use crate::cpu::tensor::MatrixView;
 
 /// Turns an address into a view.
-fn matrix(
+pub(super) fn matrix(
     name: &str,
-    dtype_name: &str,
+    dtype: Dtype,
     address: usize,
     [num_rows, width, row_stride]: [usize; 3],
 ) -> Result<MatrixView, InvalidArgument> {
-    let dtype = dtype(dtype_name)?;
     Ok(MatrixView {
         address: pointer(name, address, dtype.size(), num_rows * width == 0)?,
         dtype,
@@ -47,6 +46,7 @@ pub(super) fn rms_norm(
     row_type: &str,
     eps: f32,
 ) -> PyResult<()> {
+    let row_type = dtype(row_type)?;
     let residual = match residual {
         0 => None,
         address => Some(matrix(
@@ -86,6 +86,7 @@ pub(super) fn silu_mul(
     up_stride: usize,
     row_type: &str,
 ) -> PyResult<()> {
+    let row_type = dtype(row_type)?;
     let call = SiluMul {
         out: matrix("out", row_type, out, [num_rows, width, width])?,
         gate: matrix("gate", row_type, gate, [num_rows, width, gate_stride])?,

@@ -12,6 +12,7 @@
 //! | [`ring()`] | owner | one thread | what happened in a step, bounded, in order |
 //! | [`StatsCell`] | owner | any thread | counters, as one consistent snapshot |
 //! | [`Board`] | owner of a thread pool | its workers | the pieces of a job |
+//! | [`Heartbeat`] | owner | any thread | when it last showed that it goes on |
 //!
 //! The order of use is always the same: publish first (push, raise a flag), [`Parker::unpark`] second. The
 //! owner drains first and parks second. `README.md` beside this file tells the protocols in prose and names
@@ -22,6 +23,7 @@
 mod board;
 mod chain;
 mod flags;
+mod heartbeat;
 mod inbox;
 mod parker;
 mod primitive;
@@ -32,6 +34,7 @@ mod stats;
 pub use board::Board;
 pub use chain::{PushChain, Taken};
 pub use flags::RequestFlags;
+pub use heartbeat::Heartbeat;
 pub use inbox::{Receiver, Sender, inbox};
 pub use parker::Parker;
 pub use ring::{Consumer, Producer, ring};

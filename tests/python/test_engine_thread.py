@@ -69,8 +69,9 @@ async def test_the_cache_is_checked_when_the_work_is_done(checkpoint, expected, 
             await asyncio.sleep(0.01)
         await at_rest(llm)
         num_checks = core.num_checks
-        beat = llm._thread._beat
-        while llm._thread._beat == beat:
+        heart = llm._thread._engine.runner.heartbeat
+        num_beats = heart.num_beats
+        while heart.num_beats == num_beats:
             await asyncio.sleep(0.01)
         assert core.num_checks == num_checks, "nothing was done since the last check"
         assert not caplog.records
@@ -85,9 +86,10 @@ async def test_the_cache_is_checked_when_the_work_is_done(checkpoint, expected, 
 
 async def test_the_heart_beats_while_idle_and_shows_a_hanging_step(checkpoint, expected):
     async with async_engine(checkpoint) as llm:
+        heart = llm._thread._engine.runner.heartbeat
         for _ in range(3):
-            beat = llm._thread._beat
-            while llm._thread._beat == beat:
+            num_beats = heart.num_beats
+            while heart.num_beats == num_beats:
                 await asyncio.sleep(0.01)
         release = threading.Event()
         runner = await llm.ask(lambda core: llm._thread._engine.runner)
@@ -110,19 +112,19 @@ async def test_the_heart_beats_while_idle_and_shows_a_hanging_step(checkpoint, e
 
 async def test_the_heart_beats_within_a_step(checkpoint, expected):
     async with async_engine(checkpoint) as llm:
-        beats = []
-        for layer in llm._thread._engine.runner.model.model.layers:
+        runner = llm._thread._engine.runner
+        forward, beats = runner.launch, []
 
-            def slow(*arguments, forward=layer.forward):
-                beats.append(llm._thread._beat)
-                time.sleep(0.002)
-                return forward(*arguments)
+        def counted(header, arena):
+            before = runner.heartbeat.num_beats
+            result = forward(header, arena)
+            beats.append(runner.heartbeat.num_beats - before)
+            return result
 
-            layer.forward = slow
+        runner.launch = counted
         params = SamplingParams(temperature=0, max_tokens=1)
         await last(llm.generate(expected[0].prompt, params))
-        assert len(beats) == 2
-        assert beats[0] < beats[1]
+        assert beats == [2], "once for each layer"
 
 
 async def test_a_step_that_raises_fails_its_requests_only(checkpoint, expected):

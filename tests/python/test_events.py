@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagedkv import engine as engine_module
-from pagedkv._core import Core
+from pagedkv._core import Core, Heartbeat
 from pagedkv.engine import Engine, EngineThread
 from pagedkv.events import ABORT, LENGTH, RUNNING, StepReport
 from pagedkv.runner import StepResult
@@ -31,7 +31,7 @@ class Runner:
     """Samples the number of the step."""
 
     def __init__(self):
-        self.before_layer = None
+        self.heartbeat = Heartbeat()
         self.num_steps = 0
 
     def new_arena(self, num_words):

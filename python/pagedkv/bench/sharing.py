@@ -90,12 +90,12 @@ def run_case(engine: Engine, front: Front, case: Case, prompt: Sequence[int]) ->
     num_answers = sum(one.beam_width if isinstance(one, BeamSearchParams) else one.n for one in case.params)
     peak = 0
 
-    def note_blocks() -> None:
+    def note_blocks(*_: object) -> None:
         nonlocal peak
         stats = engine.edge.stats()
         peak = max(peak, stats["blocks_owned"] + stats["blocks_fenced"])
 
-    engine.runner.before_layer = note_blocks
+    hook = engine.runner.model.register_forward_pre_hook(note_blocks)
     before = engine.edge.stats()
     num_scheduled = before["scheduled_tokens"]
     step_s = []
@@ -114,6 +114,7 @@ def run_case(engine: Engine, front: Front, case: Case, prompt: Sequence[int]) ->
         num_scheduled = after["scheduled_tokens"]
     wall_s = time.perf_counter() - start
     engine.settle()
+    hook.remove()
     after = engine.edge.stats()
     return Outcome(
         case.group,

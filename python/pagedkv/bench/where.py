@@ -1,26 +1,27 @@
-"""Says where the time of a run goes, call by call into Rust, beside what each would take at the least.
+"""Says where the time of a run goes, kernel by kernel, beside what each would take at the least.
 
 Two workloads through `LLM`, greedy, on the CPU: "crowd" is 32 requests at once, 32 to 512 tokens in,
-16 to 256 out; "single" is one request, 128 in, 128 out. Every call into `pagedkv._core` is timed; whatever
-lies between the calls, torch included, is Python's. A floor is the larger one of two times: the
-multiplications at the processor's peak, and the bytes that must be read or written at its read bandwidth;
-both are measured in the same run. Small tensors lie in a cache, so calls on them can be faster than their
-floors. The timers cost up to a microsecond a call, which counts as Python.
+16 to 256 out; "single" is one request, 128 in, 128 out. The core and sampling are timed call by call, the
+forward pass, which is one call into Rust, times its kernels itself; whatever lies between, torch included, is
+Python's. A floor is the larger one of two times: the multiplications at the processor's peak, and the bytes
+that must be read or written at its read bandwidth; both are measured in the same run. Small tensors lie in a
+cache, so calls on them can be faster than their floors. What the accounts take is left out.
 """
 
-import ctypes
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from torch import nn
+from torch import Tensor
 
 from pagedkv import LLM, SamplingParams, _core
+from pagedkv.batch import StepBatch
 from pagedkv.ops import cpu
+from pagedkv.ops.decoder import DecoderWeights
 
 WORKLOADS = ("crowd", "single")
 
@@ -50,12 +51,24 @@ class Clock:
         parts: the lines.
         peak: operations a second of the arithmetic that the products use.
         bandwidth: bytes a second.
+        own_seconds: what the clock itself took.
     """
 
     def __init__(self, peak: float, bandwidth: float) -> None:
         self.parts: defaultdict[str, Part] = defaultdict(Part)
         self.peak = peak
         self.bandwidth = bandwidth
+        self.own_seconds = 0.0
+
+    def add(self, cost: Cost, calls: int, seconds: float) -> None:
+        """Adds equal calls, with the cost of each and the time of all."""
+        label, flop, num_bytes = cost
+        part = self.parts[label]
+        part.calls += calls
+        part.seconds += seconds
+        part.flop += calls * flop
+        part.bytes += calls * num_bytes
+        part.floor += calls * max(flop / self.peak, num_bytes / self.bandwidth)
 
     def timed(self, function: Callable[..., Any], cost: Callable[..., Cost]) -> Callable[..., Any]:
         """The function, timed; `cost` says what a call with the same arguments belongs to."""
@@ -63,14 +76,9 @@ class Clock:
         def call(*args: Any) -> Any:
             start = time.perf_counter()
             result = function(*args)
-            seconds = time.perf_counter() - start
-            label, flop, num_bytes = cost(*args)
-            part = self.parts[label]
-            part.calls += 1
-            part.seconds += seconds
-            part.flop += flop
-            part.bytes += num_bytes
-            part.floor += max(flop / self.peak, num_bytes / self.bandwidth)
+            end = time.perf_counter()
+            self.add(cost(*args), 1, end - start)
+            self.own_seconds += time.perf_counter() - end
             return result
 
         return call
@@ -88,54 +96,61 @@ class Timed:
         return getattr(self._inner, name)
 
 
-def _product(weight: _core.PackedLinear) -> Callable[..., Cost]:
+def _product(weight: _core.PackedLinear, num_rows: int, out_bytes: int) -> Cost:
     in_bytes = _ITEM_BYTES[weight.dtype]
-
-    def cost(x: tuple[int, int, int, int], _x_type: str, _out: int, out_type: str) -> Cost:
-        num_rows = x[1]
-        bound = next((bound for bound in _ROW_BOUNDS if num_rows <= bound), None)
-        label = f"linear, over {_ROW_BOUNDS[-1]} rows" if bound is None else f"linear, up to {bound} rows"
-        row_bytes = weight.in_size * in_bytes + weight.out_size * _ITEM_BYTES[out_type]
-        flop = 2.0 * num_rows * weight.num_bytes / in_bytes
-        return label, flop, weight.num_bytes + num_rows * row_bytes
-
-    return cost
+    bound = next((bound for bound in _ROW_BOUNDS if num_rows <= bound), None)
+    label = f"linear, over {_ROW_BOUNDS[-1]} rows" if bound is None else f"linear, up to {bound} rows"
+    row_bytes = weight.in_size * in_bytes + weight.out_size * out_bytes
+    flop = 2.0 * num_rows * weight.num_bytes / in_bytes
+    return label, flop, weight.num_bytes + num_rows * row_bytes
 
 
-def _plan(clock: Clock) -> Callable[..., Timed]:
-    """Makes plans whose attention is timed."""
+class TimedOps:
+    """The CPU's operations, whose forward pass times its kernels; the rest is as it was."""
 
-    def make(*sections: tuple[int, int]) -> Timed:
-        starts, ends = (
-            np.array((ctypes.c_int32 * length).from_address(address), dtype=np.int64)
-            for address, length in sections[:2]
-        )
-        lens = np.diff(starts)
-        # Token i of n sees the end minus (n - 1 - i) positions.
-        scores = float((lens * ends - lens * (lens - 1) // 2).sum())
-        positions = float(ends.sum())
-        label = "attention, with prompts" if lens.max(initial=0) > 1 else "attention, one token each"
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
-        def cost(_out: int, query: Any, key_cache: Any, _values: Any, *types: Any) -> Cost:
-            num_tokens, num_heads, head_dim = query[1]
-            num_bytes = 2 * positions * key_cache[1][1] * head_dim * _ITEM_BYTES[types[1]]
-            num_bytes += 2 * num_tokens * num_heads * head_dim * _ITEM_BYTES[types[0]]
-            return label, 4 * scores * num_heads * head_dim, num_bytes
+    def __getattr__(self, name: str) -> Any:
+        return getattr(cpu, name)
 
-        return Timed(_core.StepPlan(*sections), clock, {"paged_attention": cost})
-
-    return make
+    def forward(self, model: DecoderWeights, batch: StepBatch, *args: Any) -> Tensor:
+        """Computes as ever, and adds up what the kernels took."""
+        logits = cpu.forward(model, batch, *args)
+        start = time.perf_counter()
+        costs = _phase_costs(model, batch)
+        plan: _core.StepPlan = batch.prepared[cpu.name]
+        for phase, (calls, seconds) in plan.phases().items():
+            self._clock.add(costs[phase], calls, seconds)
+        self._clock.own_seconds += time.perf_counter() - start
+        return logits
 
 
-def _rope_cost(*args: Any) -> Cost:
-    (_, out_shape, _), _query, (_, key_shape, _) = args[:3]
-    num_elements = 2 * out_shape[0] * (out_shape[1] + 2 * key_shape[1]) * out_shape[2]
-    return "rope_cache", 0.0, float(num_elements * _ITEM_BYTES[args[9]])
-
-
-def _norm_cost(_out: int, _x: int, residual: int, *args: Any) -> Cost:
-    num_rows, width, row_type = args[1], args[2], args[5]
-    return "rms_norm", 0.0, float((4 if residual else 2) * num_rows * width * _ITEM_BYTES[row_type])
+def _phase_costs(model: DecoderWeights, batch: StepBatch) -> dict[str, Cost]:
+    """What a call of a kernel costs in each phase of a step."""
+    lens, ends = batch.query_start.numpy().astype(np.int64), batch.seq_lens.numpy().astype(np.int64)
+    lens = np.diff(lens)
+    num_tokens, num_rows = len(batch.token_ids), len(batch.sample_rows)
+    layer = model.layers[0]
+    weights = cast(
+        dict[str, _core.PackedLinear],
+        {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down},
+    )
+    head = cast(_core.PackedLinear, model.head)
+    item_bytes = _ITEM_BYTES[head.dtype]
+    costs = {phase: _product(weight, num_tokens, item_bytes) for phase, weight in weights.items()}
+    costs["head"] = _product(head, num_rows, _ITEM_BYTES["float32"])
+    # Token i of n sees the end minus (n - 1 - i) positions.
+    scores = float((lens * ends - lens * (lens - 1) // 2).sum())
+    query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    label = "attention, with prompts" if lens.max(initial=0) > 1 else "attention, one token each"
+    num_elements = 2.0 * (float(ends.sum()) * kv_size + num_tokens * query_size)
+    costs["attention"] = (label, 4 * scores * query_size, num_elements * item_bytes)
+    num_elements = 2.0 * num_tokens * (query_size + 2 * kv_size)
+    costs["rope_cache"] = ("rope_cache", 0.0, num_elements * item_bytes)
+    for phase, rows in (("norm", num_tokens), ("final_norm", num_rows)):
+        costs[phase] = ("norms", 0.0, 4.0 * rows * head.in_size * item_bytes)
+    return costs | {"plan": ("plan of attention", 0.0, 0.0), "embedding": ("embedding", 0.0, 0.0)}
 
 
 def _sample_cost(*args: Any) -> Cost:
@@ -148,30 +163,12 @@ def _free(label: str) -> Callable[..., Cost]:
 
 
 def _wrap(llm: LLM, clock: Clock) -> None:
-    """Puts timers between the engine, the model and the operations on one side, and Rust on the other."""
+    """Puts timers between the engine and the operations on one side, and Rust on the other."""
     engine: Any = llm._engine
     engine.core = Timed(engine.core, clock, dict.fromkeys(("schedule", "commit"), _free("scheduler")))
-    module: Any = Timed(
-        _core,
-        clock,
-        {
-            "rms_norm": _norm_cost,
-            "rope_cache": _rope_cost,
-            "sample": _sample_cost,
-            "copy_blocks": _free("copy_blocks"),
-        },
-    )
-    module.StepPlan = clock.timed(_plan(clock), _free("plan of attention"))
-    vars(cpu)["_core"] = module
-    for part in engine.runner.model.modules():
-        _wrap_weights(part, clock)
-
-
-def _wrap_weights(part: nn.Module, clock: Clock) -> None:
-    for name, weight in vars(part).items():
-        if isinstance(weight, _core.PackedLinear):
-            costs = {"multiply": _product(weight), "rows": _free("embedding")}
-            setattr(part, name, Timed(weight, clock, costs))
+    engine.runner.ops = TimedOps(clock)
+    costs = {"sample": _sample_cost, "copy_blocks": _free("copy_blocks")}
+    vars(cpu)["_core"] = Timed(_core, clock, costs)
 
 
 def requests(workload: str, run: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -188,7 +185,7 @@ def requests(workload: str, run: int, vocab_size: int) -> tuple[list[list[int]],
 def run(model: str | None, dtype: str, workloads: Sequence[str]) -> list[dict[str, Any]]:
     """Runs the workloads, each first without timers; prints a table for each and returns the figures."""
     llm = LLM(model, device="cpu", dtype=dtype, max_model_len=4096, kv_memory="2GiB")
-    head = getattr(llm._engine.runner.model, "head", None)
+    head = llm._engine.runner.model.packed.head
     if not isinstance(head, _core.PackedLinear):
         raise ValueError("the kernels in Rust do not run here: torch multiplies")
 
@@ -207,7 +204,8 @@ def run(model: str | None, dtype: str, workloads: Sequence[str]) -> list[dict[st
     try:
         for workload, without in zip(workloads, untimed, strict=True):
             clock.parts.clear()
-            whole = seconds(workload, 2)
+            clock.own_seconds = 0.0
+            whole = seconds(workload, 2) - clock.own_seconds
             parts = dict(clock.parts)
             num_steps = parts["scheduler"].calls // 2
             parts["Python"] = Part(num_steps, whole - sum(part.seconds for part in parts.values()))

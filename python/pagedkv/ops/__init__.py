@@ -20,8 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.errors import BackendUnavailable
+from pagedkv.ops.decoder import DecoderWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
 
@@ -105,6 +107,24 @@ class Ops(Protocol):
 
         A token at position p attends to positions 0..p of its sequence, found through the block table. Query
         head h reads key/value head h // (H / G). Scores and their softmax are float32 whatever the dtype.
+        """
+
+    def forward(
+        self,
+        model: DecoderWeights,
+        batch: StepBatch,
+        angles: tuple[Tensor, Tensor],
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        heartbeat: Heartbeat | None = None,
+    ) -> Tensor:
+        """A whole forward pass, see `pagedkv.ops.decoder.compose`: the f32 logits [R, V] of the sampled rows.
+
+        Args:
+            model: Its weights, packed by this backend.
+            batch: The step. Its copies must have been done.
+            angles: Cosines and sines as in `rope_cache`.
+            kv_caches: Keys and values of each layer, as in `rope_cache`; those of the step are written.
+            heartbeat: Beats before each layer.
         """
 
     def copy_blocks(self, kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:

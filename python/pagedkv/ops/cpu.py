@@ -7,19 +7,30 @@ can (shapes, lengths, ids of blocks), and this module checks what an address doe
 Results depend neither on the number of threads nor on the rest of the batch, see `rust/cpu/tile.rs`.
 """
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from pagedkv import _core
+from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops import reference
+from pagedkv.ops.decoder import DecoderWeights, compose
+
+if TYPE_CHECKING:
+    from pagedkv.ops import Ops
+
+    Products = tuple[_core.PackedLinear, _core.PackedLinear, _core.PackedLinear, _core.PackedLinear]
 
 __all__ = [
     "add_rms_norm",
     "copy_blocks",
     "embedding",
+    "forward",
     "linear",
     "logprobs",
     "name",
@@ -32,6 +43,7 @@ __all__ = [
 ]
 
 name = "cpu"
+_THIS = cast("Ops", sys.modules[__name__])
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _DTYPES = {dtype_name: dtype for dtype, dtype_name in _DTYPE_NAMES.items()}
@@ -218,6 +230,86 @@ def _prepare(batch: StepBatch) -> _core.StepPlan:
     plan = _core.StepPlan(*map(_indices, held))
     batch.prepared[name] = plan
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A model in Rust with its caches, and the tensors whose addresses it holds."""
+
+    decoder: _core.Decoder
+    vocab_size: int
+    angles: tuple[Tensor, Tensor]
+    kv_caches: Sequence[tuple[Tensor, Tensor]]
+    held: list[Tensor]
+
+
+def forward(
+    model: DecoderWeights,
+    batch: StepBatch,
+    angles: tuple[Tensor, Tensor],
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    heartbeat: Heartbeat | None = None,
+) -> Tensor:
+    """See `pagedkv.ops.Ops.forward`. One call into Rust."""
+    if not _PACKS:
+        return compose(_THIS, model, batch, angles, kv_caches, heartbeat)
+    bound: _Bound | None = model.prepared.get(name)
+    if bound is None or bound.kv_caches is not kv_caches or bound.angles is not angles:
+        bound = model.prepared[name] = _bind(model, angles, kv_caches)
+    plan: _core.StepPlan = batch.prepared.get(name) or _prepare(batch)
+    token_ids, positions = _int32(batch.token_ids), _int32(batch.positions)
+    slot_mapping, sample_rows = _int32(batch.slot_mapping), _int32(batch.sample_rows)
+    logits = torch.empty((len(sample_rows), bound.vocab_size), dtype=torch.float32)
+    bound.decoder.forward(
+        plan,
+        _indices(token_ids),
+        _indices(positions),
+        _indices(slot_mapping),
+        _indices(sample_rows),
+        logits.data_ptr(),
+        heartbeat,
+    )
+    return logits
+
+
+def _bind(
+    model: DecoderWeights, angles: tuple[Tensor, Tensor], kv_caches: Sequence[tuple[Tensor, Tensor]]
+) -> _Bound:
+    """Looks up what stays where it is as long as the caches and the angles are the same ones."""
+    head = cast(_core.PackedLinear, model.head)
+    dtype, hidden_size = _DTYPES[head.dtype], head.in_size
+    cos, sin = (table.float().contiguous() for table in angles)
+    held = [cos, sin]
+
+    def address(label: str, tensor: Tensor, *shape: int) -> int:
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
+            given = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            raise ValueError(f"{label} is {given}, allowed: dense, {list(shape)} of {dtype} on the CPU")
+        held.append(tensor)
+        return tensor.data_ptr()
+
+    cache_type, layers = _cache_dtype_name(*kv_caches[0]), []
+    for idx, (layer, cache) in enumerate(zip(model.layers, kv_caches, strict=True)):
+        if _cache_dtype_name(*cache) != cache_type:
+            raise ValueError(f"dtype of cache {idx} is {cache[0].dtype}, allowed: {cache_type}, as before")
+        norms = [address("input_norm", layer.input_norm, hidden_size)]
+        norms.append(address("post_norm", layer.post_norm, hidden_size))
+        norms += [address("a head norm", norm, model.head_dim) for norm in layer.head_norms or ()]
+        products = cast("Products", (layer.qkv, layer.out, layer.gate_up, layer.down))
+        layers.append((products, norms, (_tensor(cache[0]), _tensor(cache[1]))))
+    embedding = model.embedding
+    decoder = _core.Decoder(
+        layers,
+        cache_type,
+        0 if embedding is None else address("embedding", embedding, head.out_size, hidden_size),
+        address("norm", model.norm, hidden_size),
+        head,
+        model.eps,
+        model.num_heads,
+        model.scale,
+        (_tensor(cos), _tensor(sin)),
+    )
+    return _Bound(decoder, head.out_size, angles, kv_caches, held)
 
 
 def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:

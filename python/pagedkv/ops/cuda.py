@@ -5,10 +5,12 @@ log-probabilities are torch's. Where the kernels run is up to the `Device`. No o
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops import reference
 from pagedkv.ops.cuda_attention import PagedAttention
@@ -33,8 +35,12 @@ from pagedkv.ops.cuda_launch import (
     row_size,
     row_threads,
 )
+from pagedkv.ops.decoder import DecoderWeights, compose
 from pagedkv.ops.device import Device
 from pagedkv.ops.reference import PackedWeight
+
+if TYPE_CHECKING:
+    from pagedkv.ops import Ops
 
 
 def on_gpu(device: torch.device, *, swizzled: bool = False) -> "CudaOps":
@@ -221,6 +227,17 @@ class CudaOps:
             **cache_params(key_cache, value_cache),
         )
         return out
+
+    def forward(
+        self,
+        model: DecoderWeights,
+        batch: StepBatch,
+        angles: tuple[Tensor, Tensor],
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        heartbeat: Heartbeat | None = None,
+    ) -> Tensor:
+        """See `pagedkv.ops.Ops.forward`."""
+        return compose(cast("Ops", self), model, batch, angles, kv_caches, heartbeat)
 
     def copy_blocks(self, kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:
         """See `pagedkv.ops.Ops.copy_blocks`. No block may be both a source and a destination."""

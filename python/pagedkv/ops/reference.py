@@ -1,16 +1,24 @@
 """The operations in plain torch: slow, on any device, obviously right. The others are held against it."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.ops.decoder import DecoderWeights, compose
 from pagedkv.ops.exact import UNIT_MASS, mass
 from pagedkv.ops.philox import gumbel_noise
 
+if TYPE_CHECKING:
+    from pagedkv.ops import Ops
+
 name = "reference"
+_THIS = cast("Ops", sys.modules[__name__])
 
 # Queries are taken in tiles, so that the scores of a long prompt need no [T, T] matrix at once.
 _QUERY_TILE = 256
@@ -133,6 +141,17 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: f
     weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
     mixed = torch.matmul(weights, values[:, None])
     return mixed.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim).to(q.dtype)
+
+
+def forward(
+    model: DecoderWeights,
+    batch: StepBatch,
+    angles: tuple[Tensor, Tensor],
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    heartbeat: Heartbeat | None = None,
+) -> Tensor:
+    """See `pagedkv.ops.Ops.forward`."""
+    return compose(_THIS, model, batch, angles, kv_caches, heartbeat)
 
 
 def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> None:

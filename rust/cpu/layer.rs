@@ -1,0 +1,363 @@
+//! A decoder layer of the Llama family: its kernels one after another, each of which is timed.
+//!
+//! Every phase is a call of one of the kernels beside this file, so the bits are those of the operations one by one.
+//! The caller is `decoder`.
+
+use std::time::{Duration, Instant};
+
+use super::InvalidArgument;
+use super::attention::Attention;
+use super::linear::{Linear, PackedWeight};
+use super::norm::RmsNorm;
+use super::plan::Plan;
+use super::rope_cache::{AngleTable, RopeCache};
+use super::tensor::{CacheView, MatrixView, RowsView};
+
+/// What a layer is made of, and where its keys and values lie. Norm weights are `[1, width]`, all of one type, that of the packed weights.
+#[derive(Clone, Copy, Debug)]
+pub struct Layer<'a> {
+    /// Before attention: `[1, hidden]`.
+    pub input_norm: MatrixView,
+    /// `[(H + 2 G) D, hidden]`: queries, keys and values side by side.
+    pub qkv: &'a PackedWeight,
+    /// Norms of each head of the queries and of the keys, `[1, D]`, if the model has them.
+    pub head_norms: Option<[MatrixView; 2]>,
+    /// `[hidden, H D]`
+    pub out: &'a PackedWeight,
+    /// Before the feed-forward layer: `[1, hidden]`.
+    pub post_norm: MatrixView,
+    /// `[intermediate, hidden]` twice, the first one gating the second.
+    pub gate_up: &'a PackedWeight,
+    /// `[hidden, intermediate]`
+    pub down: &'a PackedWeight,
+    /// Of all norms.
+    pub eps: f32,
+    /// H
+    pub num_heads: usize,
+    /// Factor on the scores of attention.
+    pub scale: f32,
+    /// The layer's keys.
+    pub key_cache: CacheView,
+    /// The layer's values.
+    pub value_cache: CacheView,
+}
+
+/// What the layers of a step share. P positions in the tables.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// `[P, D]`: cosines.
+    pub cos: AngleTable<'a>,
+    /// `[P, D]`: sines.
+    pub sin: AngleTable<'a>,
+    /// `[T]`: rows of the tables.
+    pub positions: &'a [i32],
+    /// `[T]`: where keys and values are written; no slot occurs twice.
+    pub slot_mapping: &'a [i32],
+    /// How attention is cut.
+    pub plan: &'a Plan,
+}
+
+/// One call. T tokens, H query heads, G key heads, D elements a head.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LayerCall<'a> {
+    pub(super) layer: &'a Layer<'a>,
+    pub(super) step: &'a Step<'a>,
+    /// `[T, hidden]`, dense: what was added up so far. The layer adds the update, and what attention contributes.
+    pub(super) residual: MatrixView,
+    /// `[T, hidden]`, dense: what the layer before contributed, replaced by what the feed-forward layer contributes.
+    pub(super) update: MatrixView,
+    /// Whether there was a layer before; if not, the update is only written.
+    pub(super) adds_update: bool,
+    /// `[T, widths[0]]`: rows after a norm, or the result of attention.
+    pub(super) rows: *mut u8,
+    /// `[T, widths[1]]`: queries, keys and values, or the rows within the feed-forward layer.
+    pub(super) wide: *mut u8,
+}
+
+/// What the time of a forward pass is spent on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Phase {
+    /// The plan of attention.
+    Plan,
+    /// Rows of the embedding.
+    Embedding,
+    /// The norms of the layers.
+    Norm,
+    /// Queries, keys and values.
+    Qkv,
+    /// Rotation and cache write.
+    Rope,
+    /// Attention over the cache.
+    Attention,
+    /// What attention contributes.
+    Out,
+    /// The gated half of the feed-forward layer.
+    GateUp,
+    /// The other one.
+    Down,
+    /// The norm before the output layer.
+    FinalNorm,
+    /// The output layer.
+    Head,
+}
+
+impl Phase {
+    /// Every phase.
+    pub const ALL: [Self; 11] = [
+        Self::Plan,
+        Self::Embedding,
+        Self::Norm,
+        Self::Qkv,
+        Self::Rope,
+        Self::Attention,
+        Self::Out,
+        Self::GateUp,
+        Self::Down,
+        Self::FinalNorm,
+        Self::Head,
+    ];
+
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Plan => "plan",
+            Self::Embedding => "embedding",
+            Self::Norm => "norm",
+            Self::Qkv => "qkv",
+            Self::Rope => "rope_cache",
+            Self::Attention => "attention",
+            Self::Out => "out",
+            Self::GateUp => "gate_up",
+            Self::Down => "down",
+            Self::FinalNorm => "final_norm",
+            Self::Head => "head",
+        }
+    }
+}
+
+/// Calls of kernels and the time that they took, by phase.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct PhaseTimes([(usize, Duration); Phase::ALL.len()]);
+
+impl PhaseTimes {
+    /// Number of calls, and their duration.
+    pub fn of(&self, phase: Phase) -> (usize, Duration) {
+        self.0[phase as usize]
+    }
+
+    /// Adds a call.
+    pub(crate) fn add(&mut self, phase: Phase, duration: Duration) {
+        let (calls, sum) = &mut self.0[phase as usize];
+        *calls += 1;
+        *sum += duration;
+    }
+
+    /// Runs and times a call.
+    pub(crate) fn time<R>(&mut self, phase: Phase, call: impl FnOnce() -> R) -> R {
+        let start = Instant::now();
+        let result = call();
+        self.add(phase, start.elapsed());
+        result
+    }
+}
+
+/// A call of a kernel.
+pub(super) enum Call<'a> {
+    Norm(RmsNorm),
+    Linear(Linear<'a>),
+    Rope(RopeCache<'a>),
+    Attention(Attention<'a>),
+}
+
+impl Call<'_> {
+    pub(super) fn check(&self) -> Result<(), InvalidArgument> {
+        match self {
+            Self::Norm(call) => call.check(),
+            Self::Linear(call) => call.check(),
+            Self::Rope(call) => call.check(),
+            Self::Attention(call) => call.check(),
+        }
+    }
+
+    /// # Safety
+    /// As that of the kernel.
+    pub(super) unsafe fn run(&self) {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                Self::Norm(call) => call.run(),
+                Self::Linear(call) => call.run(),
+                Self::Rope(call) => call.run(),
+                Self::Attention(call) => call.run(),
+            }
+        }
+    }
+}
+
+/// The calls of a layer in their order.
+struct Calls<'a> {
+    call: &'a LayerCall<'a>,
+    calls: Vec<(Phase, Call<'a>)>,
+}
+
+impl<'a> Calls<'a> {
+    /// A matrix of as many rows as the step has tokens.
+    fn matrix(&self, address: *mut u8, width: usize) -> MatrixView {
+        MatrixView {
+            address,
+            width,
+            row_stride: width,
+            ..self.call.residual
+        }
+    }
+
+    /// Normalises the residual, after adding the update if `adds`. Returns where the result is.
+    fn norm(&mut self, weight: MatrixView, adds: bool) -> MatrixView {
+        let LayerCall { residual, update, .. } = *self.call;
+        let out = self.matrix(self.call.rows, residual.width);
+        let call = RmsNorm {
+            out,
+            x: if adds { update } else { residual },
+            residual: adds.then_some(residual),
+            weight,
+            eps: self.call.layer.eps,
+        };
+        self.calls.push((Phase::Norm, Call::Norm(call)));
+        out
+    }
+
+    fn linear(&mut self, phase: Phase, x: MatrixView, weight: &'a PackedWeight, out: MatrixView) {
+        self.calls.push((phase, Call::Linear(Linear { out, x, weight })));
+    }
+
+    /// Normalises each head in place.
+    fn head_norm(&mut self, heads: RowsView, weight: MatrixView) {
+        for head in 0..heads.num_heads {
+            let rows = MatrixView {
+                address: heads
+                    .address
+                    .wrapping_add(head * heads.head_stride * heads.dtype.size()),
+                dtype: heads.dtype,
+                num_rows: heads.num_tokens,
+                width: heads.head_dim,
+                row_stride: heads.token_stride,
+            };
+            let call = RmsNorm {
+                out: rows,
+                x: rows,
+                residual: None,
+                weight,
+                eps: self.call.layer.eps,
+            };
+            self.calls.push((Phase::Norm, Call::Norm(call)));
+        }
+    }
+
+    /// Rotates the queries and keys of `qkv`, writes the cache, attends. Returns where the result is.
+    fn attend(&mut self, qkv: MatrixView) -> MatrixView {
+        let (step, layer) = (self.call.step, self.call.layer);
+        let Layer {
+            key_cache,
+            value_cache,
+            num_heads,
+            ..
+        } = *layer;
+        let (num_kv_heads, head_dim) = (key_cache.num_kv_heads, key_cache.head_dim);
+        let heads = |first: usize, num_heads: usize| RowsView {
+            address: qkv.address.wrapping_add(first * head_dim * qkv.dtype.size()),
+            dtype: qkv.dtype,
+            num_tokens: qkv.num_rows,
+            num_heads,
+            head_dim,
+            token_stride: qkv.row_stride,
+            head_stride: head_dim,
+        };
+        let (query, key) = (heads(0, num_heads), heads(num_heads, num_kv_heads));
+        if let Some([query_norm, key_norm]) = layer.head_norms {
+            self.head_norm(query, query_norm);
+            self.head_norm(key, key_norm);
+        }
+        let rope = RopeCache {
+            out: query,
+            query,
+            key,
+            value: heads(num_heads + num_kv_heads, num_kv_heads),
+            cos: step.cos,
+            sin: step.sin,
+            positions: step.positions,
+            key_cache,
+            value_cache,
+            slot_mapping: step.slot_mapping,
+        };
+        self.calls.push((Phase::Rope, Call::Rope(rope)));
+        let out = self.matrix(self.call.rows, num_heads * head_dim);
+        let attention = Attention {
+            out: RowsView {
+                address: out.address,
+                token_stride: out.row_stride,
+                ..query
+            },
+            query,
+            key_cache,
+            value_cache,
+            plan: step.plan,
+            scale: layer.scale,
+        };
+        self.calls.push((Phase::Attention, Call::Attention(attention)));
+        out
+    }
+}
+
+impl Layer<'_> {
+    /// Width of queries, keys and values side by side.
+    fn heads_width(&self) -> usize {
+        (self.num_heads + 2 * self.key_cache.num_kv_heads) * self.key_cache.head_dim
+    }
+
+    /// Elements that a token needs in `rows` and in `wide`.
+    pub(super) fn widths(&self) -> [usize; 2] {
+        let mixed_width = self.num_heads * self.key_cache.head_dim;
+        [
+            self.qkv.in_size().max(mixed_width),
+            self.heads_width().max(self.gate_up.out_size()),
+        ]
+    }
+}
+
+impl LayerCall<'_> {
+    /// Computes the call, and adds the times of its phases to `times`.
+    ///
+    /// # Errors
+    /// The first argument that does not fit; nothing has been written then.
+    ///
+    /// # Safety
+    /// The views are valid, aligned to their types, and for the length of the call nobody writes what they cover nor
+    /// reads what is written; the slots differ.
+    pub(super) unsafe fn run(&self, times: &mut PhaseTimes) -> Result<(), InvalidArgument> {
+        let calls = self.calls();
+        calls.iter().try_for_each(|(_, call)| call.check())?;
+        for (phase, call) in &calls {
+            // SAFETY: checked, and passed on; no call reads what it writes, but where it may.
+            times.time(*phase, || unsafe { call.run() });
+        }
+        Ok(())
+    }
+
+    fn calls(&self) -> Vec<(Phase, Call<'_>)> {
+        let layer = self.layer;
+        let mut calls = Calls {
+            call: self,
+            calls: Vec::with_capacity(Phase::ALL.len()),
+        };
+        let rows = calls.norm(layer.input_norm, self.adds_update);
+        let heads = calls.matrix(self.wide, layer.heads_width());
+        calls.linear(Phase::Qkv, rows, layer.qkv, heads);
+        let mixed = calls.attend(heads);
+        calls.linear(Phase::Out, mixed, layer.out, self.update);
+        let rows = calls.norm(layer.post_norm, true);
+        let gated = calls.matrix(self.wide, layer.gate_up.out_size());
+        calls.linear(Phase::GateUp, rows, layer.gate_up, gated);
+        calls.linear(Phase::Down, gated, layer.down, self.update);
+        calls.calls
+    }
+}
