@@ -20,6 +20,7 @@ mod beam_search;
 mod budget;
 mod check;
 mod copy_lease;
+mod decode;
 mod edge;
 mod ending;
 mod events;

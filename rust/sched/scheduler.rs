@@ -24,7 +24,7 @@ use super::queues::Queues;
 use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
-use super::step::{self, Ended, Part, ROW_WORDS, StepHeader, Writer};
+use super::step::{self, Decode, Ended, Part, ROW_WORDS, StepHeader, Writer};
 
 /// The owner of all cache state. Plain `&mut`: one thread drives it.
 pub struct Scheduler {
@@ -48,7 +48,7 @@ pub struct Scheduler {
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
     pub(super) ended: VecDeque<Ended>,
-    /// The section `rows` of the step in flight.
+    /// The section `rows` of the step in flight, if anybody reads events.
     pub(super) rows: Vec<[i32; ROW_WORDS]>,
     /// Where events go, if anybody reads them.
     pub(super) events: Option<EventQueue>,
@@ -219,13 +219,19 @@ impl Scheduler {
         let mut rows_of_beams = Vec::new();
         states.reserve(rows);
         let num_changes = self.queues.num_changes();
+        let num_tokens: u64 = self.scheduled.iter().map(|part| u64::from(part.num_tokens)).sum();
         let scheduled = std::mem::take(&mut self.scheduled);
-        let mut left = tokens;
-        for part in &scheduled {
-            self.stats.scheduled_tokens += u64::from(part.num_tokens);
-            self.advance(*part);
-            let (sampled, rest) = left.split_at(part.num_rows as usize);
-            left = rest;
+        let (mut parts, mut left) = (scheduled.as_slice(), tokens);
+        loop {
+            let num_ready = self.commit_ready(parts, left);
+            states.resize(states.len() + num_ready, 0);
+            (parts, left) = (&parts[num_ready..], &left[num_ready..]);
+            let Some((part, rest)) = parts.split_first() else {
+                break;
+            };
+            self.advance(part);
+            let (sampled, rest_of_tokens) = left.split_at(part.num_rows as usize);
+            (parts, left) = (rest, rest_of_tokens);
             match *sampled {
                 [] => {}
                 [_] if self.beam_candidates(part).is_some() => {
@@ -241,6 +247,7 @@ impl Scheduler {
         self.report_rows(tokens, states);
         self.end_step();
         self.stats.steps += 1;
+        self.stats.scheduled_tokens += num_tokens;
         self.stats.generation_tokens += rows as u64;
         if self.queues.num_changes() != num_changes || !rows_of_beams.is_empty() {
             self.count_wasted_slots();
@@ -294,8 +301,16 @@ impl Scheduler {
     fn schedule_running(&mut self, budget: &mut Budget, decodes: bool) -> u32 {
         let mut num_scheduled = 0;
         let mut at = 0;
-        // Whoever is preempted on the way stands behind `at`.
-        while let Some(idx) = self.queues.running_at(at).filter(|_| budget.tokens > 0) {
+        loop {
+            if decodes {
+                let num_ready = self.schedule_ready(at, budget);
+                at += num_ready as usize;
+                num_scheduled += num_ready;
+            }
+            // Whoever is preempted on the way stands behind `at`.
+            let Some(idx) = self.queues.running_at(at).filter(|_| budget.tokens > 0) else {
+                return num_scheduled;
+            };
             at += 1;
             let sequence = self.sequences.get(idx);
             if sequence.last_step == self.step_id {
@@ -316,7 +331,6 @@ impl Scheduler {
                 num_scheduled += 1;
             }
         }
-        num_scheduled
     }
 
     /// Gets the blocks for the next `num_tokens` tokens of a running sequence, at the cost of newer ones if need be.
@@ -394,26 +408,33 @@ impl Scheduler {
         let mut writer = Writer::new(arena, &header, num_table_blocks, block_size);
         let (decodes, others) = self.scheduled.split_at(num_decodes as usize);
         let sequences = &self.sequences;
-        let describe = |part: &Scheduled| {
+        writer.decodes(decodes.iter().map(|part| {
             let sequence = sequences.get(part.seq);
-            let start = part.num_computed;
-            Part {
-                tokens: &sequence.tokens[start as usize..(start + part.num_tokens) as usize],
+            Decode {
+                token: sequence.tokens[part.num_computed as usize],
+                position: part.num_computed,
+                table: sequence.table(),
+                words: &sequence.words,
+            }
+        }));
+        for part in others {
+            let sequence = sequences.get(part.seq);
+            let (start, end) = (part.num_computed, part.num_computed + part.num_tokens);
+            writer.part(&Part {
+                tokens: &sequence.tokens[start as usize..end as usize],
                 start,
                 table: sequence.table(),
                 sample_index: sequence.key.sample_index,
                 num_rows: part.num_rows,
                 words: &sequence.words,
-            }
-        };
-        writer.decodes(decodes.iter().map(describe));
-        for part in others.iter().map(describe) {
-            writer.part(&part);
+            });
         }
         self.report_ended(num_ended);
         let rows = writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
         self.rows.clear();
-        self.rows.extend_from_slice(rows);
+        if self.events.is_some() {
+            self.rows.extend_from_slice(rows);
+        }
         self.stats.copies += self.copies.len() as u64;
         header
     }
@@ -421,17 +442,15 @@ impl Scheduler {
     // Taking a step's result.
 
     /// Counts the computed tokens and publishes the blocks that became full.
-    fn advance(&mut self, part: Scheduled) {
+    fn advance(&mut self, part: &Scheduled) {
         let sequence = self.sequences.get_mut(part.seq);
         let start = part.num_computed;
-        sequence.num_computed = start + part.num_tokens;
-        let num_again = sequence
-            .num_computed_before
-            .saturating_sub(start)
-            .min(part.num_tokens);
+        let end = start + part.num_tokens;
+        sequence.num_computed = end;
+        let num_below = |bound: u32| bound.saturating_sub(start).min(part.num_tokens);
+        let num_again = num_below(sequence.num_computed_before);
         self.stats.recomputed_tokens += u64::from(num_again);
-        let num_prompt = sequence.prompt_len.saturating_sub(start).min(part.num_tokens);
-        let num_new_prompt = num_prompt.saturating_sub(num_again);
+        let num_new_prompt = num_below(sequence.prompt_len).saturating_sub(num_again);
         self.stats.prompt_tokens += u64::from(num_new_prompt);
         self.tenants
             .charge(sequence.tenant, num_new_prompt, part.num_rows);
@@ -439,7 +458,7 @@ impl Scheduler {
             .table
             .as_mut()
             .expect("a scheduled sequence has a block table");
-        table.publish(&mut self.pool, &sequence.tokens, sequence.num_computed);
+        table.publish(&mut self.pool, &sequence.tokens, end);
     }
 
     /// Appends a sampled token and ends the sequence if it was the last one.
@@ -452,26 +471,17 @@ impl Scheduler {
 
     /// Says whether a sequence goes on after its last token, and ends it if not.
     pub(super) fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
-        let state = self.finish_state(idx);
-        states.push(state.map_or(0, |reason| reason as i32));
-        if let Some(reason) = state {
-            self.end_sequence(idx, reason, false);
-        }
-    }
-
-    fn finish_state(&self, idx: SeqIdx) -> Option<FinishReason> {
         let sequence = self.sequences.get(idx);
-        let rule = sequence.end_rule;
         let token = *sequence.tokens.last().expect("a sequence has tokens");
-        let is_stop_token = || {
-            let params = &self.requests.of(sequence.request).request.params;
-            params.stop_token_ids.contains(&token)
+        let reason = if sequence.stops_at(token, &self.config.eos_token_ids, &self.requests) {
+            FinishReason::Stop
+        } else if sequence.num_generated() >= sequence.end_rule.max_tokens {
+            FinishReason::Length
+        } else {
+            states.push(0);
+            return;
         };
-        if (!rule.ignore_eos && self.config.eos_token_ids.contains(&token))
-            || (rule.has_stop_tokens && is_stop_token())
-        {
-            return Some(FinishReason::Stop);
-        }
-        (sequence.num_generated() >= rule.max_tokens).then_some(FinishReason::Length)
+        states.push(reason as i32);
+        self.end_sequence(idx, reason, false);
     }
 }

@@ -4,6 +4,7 @@ use crate::block::BlockTable;
 use crate::ids::RequestId;
 
 use super::fairness::TenantIdx;
+use super::live::LiveRequests;
 use super::queues::QueueKey;
 use super::request::SamplingParams;
 use super::step::RowWords;
@@ -96,6 +97,21 @@ impl Sequence {
     /// Whether it is the first of several beams.
     pub(super) const fn leads_beams(&self) -> bool {
         self.is_beam && self.key.sample_index == 0
+    }
+
+    /// Leading tokens whose computation is that of a prompt or a repetition.
+    pub(super) fn num_counted(&self) -> u32 {
+        self.prompt_len.max(self.num_computed_before)
+    }
+
+    /// Whether it may not go on after this token, whatever its length.
+    pub(super) fn stops_at(&self, token: u32, eos_token_ids: &[u32], requests: &LiveRequests) -> bool {
+        let is_stop_token = || {
+            let params = &requests.of(self.request).request.params;
+            params.stop_token_ids.contains(&token)
+        };
+        (!self.end_rule.ignore_eos && eos_token_ids.contains(&token))
+            || (self.end_rule.has_stop_tokens && is_stop_token())
     }
 
     /// Rows to sample once all its tokens are computed.
