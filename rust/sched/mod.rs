@@ -42,6 +42,7 @@ mod scheduler;
 mod sequence;
 mod slab;
 mod step;
+mod token_ids;
 
 pub use beam_rows::{BeamResult, BeamRows};
 pub use beam_search::{BeamParams, EarlyStopping, Hypothesis};

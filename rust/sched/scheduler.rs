@@ -411,7 +411,7 @@ impl Scheduler {
         writer.decodes(decodes.iter().map(|part| {
             let sequence = sequences.get(part.seq);
             Decode {
-                token: sequence.tokens[part.num_computed as usize],
+                token: sequence.tokens.newest(),
                 position: part.num_computed,
                 table: sequence.table(),
                 words: &sequence.words,
@@ -472,8 +472,7 @@ impl Scheduler {
     /// Says whether a sequence goes on after its last token, and ends it if not.
     pub(super) fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
         let sequence = self.sequences.get(idx);
-        let token = *sequence.tokens.last().expect("a sequence has tokens");
-        let reason = if sequence.stops_at(token, &self.config.eos_token_ids, &self.requests) {
+        let reason = if sequence.stops_at(sequence.tokens.newest(), &self.config.eos_token_ids, &self.requests) {
             FinishReason::Stop
         } else if sequence.num_generated() >= sequence.end_rule.max_tokens {
             FinishReason::Length

@@ -8,6 +8,7 @@ use super::live::LiveRequests;
 use super::queues::QueueKey;
 use super::request::SamplingParams;
 use super::step::RowWords;
+use super::token_ids::TokenIds;
 
 /// When a sample ends, as far as that has to be known for every token.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +39,7 @@ pub(super) struct Sequence {
     pub(super) words: RowWords,
     pub(super) end_rule: EndRule,
     /// Prompt and generated tokens.
-    pub(super) tokens: Vec<u32>,
+    pub(super) tokens: TokenIds,
     pub(super) prompt_len: u32,
     /// Leading tokens whose keys and values are in the cache.
     pub(super) num_computed: u32,
@@ -123,7 +124,7 @@ impl Sequence {
     pub(super) const fn sibling(
         &self,
         sample_index: u32,
-        tokens: Vec<u32>,
+        tokens: TokenIds,
         num_computed: u32,
         table: Option<BlockTable>,
     ) -> Self {
