@@ -472,7 +472,8 @@ impl Scheduler {
     /// Says whether a sequence goes on after its last token, and ends it if not.
     pub(super) fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
         let sequence = self.sequences.get(idx);
-        let reason = if sequence.stops_at(sequence.tokens.newest(), &self.config.eos_token_ids, &self.requests) {
+        let token = sequence.tokens.newest();
+        let reason = if sequence.stops_at(token, &self.config.eos_token_ids, &self.requests) {
             FinishReason::Stop
         } else if sequence.num_generated() >= sequence.end_rule.max_tokens {
             FinishReason::Length
