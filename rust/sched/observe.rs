@@ -96,8 +96,9 @@ impl Scheduler {
         self.stats.blocks_total = self.pool.num_blocks().into();
         self.stats.blocks_free = self.pool.num_free().into();
         self.stats.blocks_idle = self.pool.num_idle().into();
-        self.stats.blocks_owned = self.pool.num_owned().into();
-        self.stats.blocks_fenced = self.pool.num_fenced().into();
+        let num_of_fences = self.num_blocks_of_fences();
+        self.stats.blocks_owned = (self.pool.num_owned() - num_of_fences).into();
+        self.stats.blocks_fenced = (self.pool.num_fenced() + num_of_fences).into();
         self.stats.blocks_pinned = self.holds.blocks().len().into();
         self.stats.blocks_promised = self.holds.num_promised().into();
         self.stats.blocks_pin_budget = self.holds.budget().into();
@@ -109,16 +110,16 @@ impl Scheduler {
     /// Counts the token slots of running sequences' blocks that hold no token. A tail that several samples share counts
     /// once.
     ///
-    /// What the step in flight computes has its slots already, so a commit changes nothing unless a sequence ends or
+    /// What the steps in flight compute has its slots already, so a commit changes nothing unless a sequence ends or
     /// is forked.
     pub(super) fn count_wasted_slots(&mut self) {
         // Only samples of one request share a block that is not full.
         let forked = self.queues.has_forks();
-        if !forked && self.scheduled.len() == self.queues.num_running() {
+        if !forked && self.building.parts.len() == self.queues.num_running() {
             // A table covers what its sequence has computed and what is scheduled: no sequence need be looked at.
             let mask = self.config.block_size - 1;
             let free = |part: &Scheduled| (part.num_computed + part.num_tokens).wrapping_neg() & mask;
-            self.stats.wasted_slots = self.scheduled.iter().map(free).sum::<u32>().into();
+            self.stats.wasted_slots = self.building.parts.iter().map(free).sum::<u32>().into();
             return;
         }
         let mut shared_tails: Vec<BlockId> = Vec::new();
@@ -135,9 +136,8 @@ impl Scheduler {
                 }
                 shared_tails.push(tail);
             }
-            wasted += u64::from(table.len() * self.config.block_size - sequence.num_computed);
+            wasted += u64::from(table.len() * self.config.block_size - sequence.num_scheduled);
         }
-        let num_scheduled: u32 = self.scheduled.iter().map(|part| part.num_tokens).sum();
-        self.stats.wasted_slots = wasted - u64::from(num_scheduled);
+        self.stats.wasted_slots = wasted;
     }
 }

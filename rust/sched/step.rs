@@ -149,7 +149,10 @@ impl RowWords {
 
 /// A sequence's part of a step that decodes: one token, which is sampled.
 pub(super) struct Decode<'a> {
+    /// The token; anything where `source` says where it comes from.
     pub(super) token: u32,
+    /// The row of the step in flight that samples the token, or -1.
+    pub(super) source: i32,
     pub(super) position: u32,
     pub(super) table: &'a BlockTable,
     pub(super) words: &'a RowWords,
@@ -157,8 +160,10 @@ pub(super) struct Decode<'a> {
 
 /// A sequence's part of a step.
 pub(super) struct Part<'a> {
-    /// The tokens that are scheduled.
+    /// The tokens that are scheduled; anything where `source` says where the only one comes from.
     pub(super) tokens: &'a [u32],
+    /// The row of the step in flight that samples the token, or -1.
+    pub(super) source: i32,
     /// Position of the first of them.
     pub(super) start: u32,
     pub(super) table: &'a BlockTable,
@@ -318,7 +323,6 @@ impl<'a> Writer<'a> {
             num_rows: 0,
             shift: block_size.trailing_zeros(),
         };
-        writer.token_source.fill(-1);
         (writer.query_start[0], writer.table_start[0]) = (0, 0);
         writer
     }
@@ -334,6 +338,7 @@ impl<'a> Writer<'a> {
         }
         // Zipped, all columns share one check of the bounds.
         let columns = (self.token_ids[..num].iter_mut())
+            .zip(&mut self.token_source[..num])
             .zip(&mut self.positions[..num])
             .zip(&mut self.slot_mapping[..num])
             .zip(&mut self.seq_lens[..num])
@@ -342,10 +347,10 @@ impl<'a> Writer<'a> {
             .zip(&mut self.rows[..num]);
         let mask = (1 << self.shift) - 1;
         let mut num_blocks = 0;
-        for (decode, ((((((token, position), slot), seq_len), table_end), sampling), row)) in
-            decodes.zip(columns)
-        {
+        for (decode, columns) in decodes.zip(columns) {
+            let (((((((token, source), position), slot), seq_len), table_end), sampling), row) = columns;
             *token = decode.token.cast_signed();
+            *source = decode.source;
             *position = decode.position.cast_signed();
             *seq_len = (decode.position + 1).cast_signed();
             // A table may reach further than this step does; forward reads no block past seq_len.
@@ -370,6 +375,7 @@ impl<'a> Writer<'a> {
         for (out, &token) in self.token_ids[tokens.clone()].iter_mut().zip(part.tokens) {
             *out = token.cast_signed();
         }
+        self.token_source[tokens.clone()].fill(part.source);
         for (out, position) in self.positions[tokens.clone()].iter_mut().zip(part.start..) {
             *out = position.cast_signed();
         }
