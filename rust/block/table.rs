@@ -296,9 +296,15 @@ impl BlockTable {
     #[inline]
     pub fn publish(&mut self, pool: &mut BlockPool, tokens: &[u32], num_computed: u32) {
         // Most steps fill no block, and then nothing but the table's own counts is looked at.
-        if self.blocks_within(num_computed) > self.num_published {
+        if !self.is_published_within(num_computed) {
             self.publish_full(pool, tokens, num_computed);
         }
+    }
+
+    /// Whether every block that `num_computed` tokens fill is published.
+    #[inline]
+    pub fn is_published_within(&self, num_computed: u32) -> bool {
+        self.blocks_within(num_computed) <= self.num_published
     }
 
     /// [`Self::publish`] where there may be a block to publish.

@@ -14,11 +14,12 @@ use super::request::SamplingParams;
 use super::scheduler::Scheduler;
 use super::sequence::Sequence;
 use super::slab::SeqIdx;
+use super::token_ids::TokenIds;
 
 /// A beam of a preempted group.
 #[derive(Debug)]
 struct Parked {
-    tokens: Vec<u32>,
+    tokens: TokenIds,
     num_computed_before: u32,
     /// Leading tokens that it shares with the first beam, but for that one's last token.
     num_shared: u32,
@@ -273,7 +274,7 @@ impl Scheduler {
         &mut self,
         leader: SeqIdx,
         sample_index: u32,
-        tokens: Vec<u32>,
+        tokens: TokenIds,
         table: BlockTable,
         num_computed: u32,
     ) -> SeqIdx {

@@ -13,6 +13,7 @@ use super::budget::Scheduled;
 use super::request::FinishReason;
 use super::scheduler::Scheduler;
 use super::slab::SeqIdx;
+use super::token_ids::TokenIds;
 
 /// The candidates of every row of a beam that a step sampled, `per_row` of each one after another, the likeliest first.
 #[derive(Clone, Copy, Default, Debug)]
@@ -150,12 +151,12 @@ impl Scheduler {
         );
         let leader = beams[0];
         let num_computed = self.sequences.get(leader).num_computed;
-        let mut parents: Vec<(Vec<u32>, Option<BlockTable>)> = Vec::with_capacity(beams.len());
+        let mut parents: Vec<(TokenIds, Option<BlockTable>)> = Vec::with_capacity(beams.len());
         for &idx in beams {
             let beam = self.sequences.get_mut(idx);
             parents.push((std::mem::take(&mut beam.tokens), beam.table.take()));
         }
-        let mut children: Vec<(Vec<u32>, BlockTable)> = Vec::with_capacity(next.len());
+        let mut children: Vec<(TokenIds, BlockTable)> = Vec::with_capacity(next.len());
         for (at, one) in next.iter().enumerate() {
             let is_last = next[at + 1..].iter().all(|other| other.parent != one.parent);
             let (tokens, table) = &mut parents[one.parent];

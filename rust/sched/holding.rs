@@ -263,7 +263,7 @@ impl Scheduler {
         let num_computed = table.as_ref().map_or(0, |_| sequence.num_computed);
         self.holds.insert(Hold {
             key: promise.key,
-            tokens: sequence.tokens.as_slice().into(),
+            tokens: sequence.tokens[..].into(),
             table,
             num_computed,
             answer_to: Some((sequence.request, sequence.prompt_len)),

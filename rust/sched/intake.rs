@@ -63,7 +63,7 @@ impl Scheduler {
             words: RowWords::new(id, &request.params),
             end_rule: EndRule::new(&request.params),
             prompt_len: u32::try_from(tokens.len()).expect("submit bounds the prompt"),
-            tokens,
+            tokens: tokens.into(),
             num_computed: 0,
             num_scheduled: 0,
             row: 0,

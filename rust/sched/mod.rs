@@ -22,6 +22,7 @@ mod beam_search;
 mod budget;
 mod check;
 mod copy_lease;
+mod decode;
 mod edge;
 mod ending;
 mod events;
@@ -45,6 +46,7 @@ mod scheduler;
 mod sequence;
 mod slab;
 mod step;
+mod token_ids;
 
 pub use beam_rows::{BeamResult, BeamRows};
 pub use beam_search::{BeamParams, EarlyStopping, Hypothesis};

@@ -2,6 +2,7 @@
 
 use crate::ids::{BlockId, RequestId};
 
+use super::budget::Scheduled;
 use super::explain::Explanation;
 use super::scheduler::Scheduler;
 use super::sequence::Sequence;
@@ -114,6 +115,13 @@ impl Scheduler {
     pub(super) fn count_wasted_slots(&mut self) {
         // Only samples of one request share a block that is not full.
         let forked = self.queues.has_forks();
+        if !forked && self.building.parts.len() == self.queues.num_running() {
+            // A table covers what its sequence has computed and what is scheduled: no sequence need be looked at.
+            let mask = self.config.block_size - 1;
+            let free = |part: &Scheduled| (part.num_computed + part.num_tokens).wrapping_neg() & mask;
+            self.stats.wasted_slots = self.building.parts.iter().map(free).sum::<u32>().into();
+            return;
+        }
         let mut shared_tails: Vec<BlockId> = Vec::new();
         let mut wasted = 0;
         for idx in self.queues.running() {

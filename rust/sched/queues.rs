@@ -104,6 +104,11 @@ impl Queues {
         self.running.get(at).map(|&(_, idx)| idx)
     }
 
+    /// The running sequences from a place on.
+    pub(super) fn running_from(&self, at: usize) -> &[(QueueKey, SeqIdx)] {
+        &self.running[at..]
+    }
+
     /// In the order of the keys.
     pub(super) fn running(&self) -> impl Iterator<Item = SeqIdx> + '_ {
         self.running.iter().map(|&(_, idx)| idx)

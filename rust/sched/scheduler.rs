@@ -24,7 +24,7 @@ use super::queues::Queues;
 use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
-use super::step::{self, Ended, Part, StepHeader, Writer};
+use super::step::{self, Decode, Ended, Part, StepHeader, Writer};
 
 /// The state that a commit gives to a row whose sequence had ended before: nothing was sampled for anybody.
 pub const VOID: i32 = -1;
@@ -194,11 +194,11 @@ impl Scheduler {
             self.admit_waiting(&mut budget);
         }
         let header = self.write(arena, num_decodes);
+        self.count_wasted_slots();
         let is_step = self.give_out(&header) || header.num_ended > 0;
         if !is_step {
             self.step_id -= 1;
         }
-        self.count_wasted_slots();
         self.publish_stats();
         Ok(is_step.then_some(header))
     }
@@ -278,8 +278,16 @@ impl Scheduler {
     fn schedule_running(&mut self, budget: &mut Budget, decodes: bool) -> u32 {
         let mut num_scheduled = 0;
         let mut at = 0;
-        // Whoever is preempted on the way stands behind `at`.
-        while let Some(idx) = self.queues.running_at(at).filter(|_| budget.tokens > 0) {
+        loop {
+            if decodes {
+                let num_ready = self.schedule_ready(at, budget);
+                at += num_ready as usize;
+                num_scheduled += num_ready;
+            }
+            // Whoever is preempted on the way stands behind `at`.
+            let Some(idx) = self.queues.running_at(at).filter(|_| budget.tokens > 0) else {
+                return num_scheduled;
+            };
             at += 1;
             let sequence = self.sequences.get(idx);
             if sequence.last_step == self.step_id || self.is_held_out(idx) {
@@ -300,7 +308,6 @@ impl Scheduler {
                 num_scheduled += 1;
             }
         }
-        num_scheduled
     }
 
     pub(super) fn push_part(&mut self, part: Scheduled, budget: &mut Budget) {
@@ -351,13 +358,22 @@ impl Scheduler {
         let mut writer = Writer::new(arena, &header, num_table_blocks, block_size);
         let (decodes, others) = self.building.parts.split_at(num_decodes as usize);
         let sequences = &self.sequences;
-        let describe = |part: &Scheduled| {
+        writer.decodes(decodes.iter().map(|part| {
             let sequence = sequences.get(part.seq);
-            let start = part.num_computed;
-            let is_known = part.source < 0;
-            Part {
-                tokens: if is_known {
-                    &sequence.tokens[start as usize..(start + part.num_tokens) as usize]
+            Decode {
+                token: sequence.tokens.newest(),
+                source: part.source,
+                position: part.num_computed,
+                table: sequence.table(),
+                words: &sequence.words,
+            }
+        }));
+        for part in others {
+            let sequence = sequences.get(part.seq);
+            let (start, end) = (part.num_computed, part.num_computed + part.num_tokens);
+            writer.part(&Part {
+                tokens: if part.source < 0 {
+                    &sequence.tokens[start as usize..end as usize]
                 } else {
                     &UNKNOWN
                 },
@@ -367,11 +383,7 @@ impl Scheduler {
                 sample_index: sequence.key.sample_index,
                 num_rows: part.num_rows,
                 words: &sequence.words,
-            }
-        };
-        writer.decodes(decodes.iter().map(describe));
-        for part in others.iter().map(describe) {
-            writer.part(&part);
+            });
         }
         self.report_ended(num_ended);
         let rows = writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
@@ -393,11 +405,18 @@ impl Scheduler {
     ) {
         let mut rows_of_beams = Vec::new();
         let mut beams = step.beams.iter().map(|&(row, _)| row as usize).peekable();
-        let mut left = tokens;
-        for part in &step.parts {
-            self.stats.scheduled_tokens += u64::from(part.num_tokens);
-            let (sampled, rest) = left.split_at(part.num_rows as usize);
-            left = rest;
+        let (mut parts, mut left) = (step.parts.as_slice(), tokens);
+        loop {
+            if step.beams.is_empty() {
+                let num_ready = self.commit_ready(parts, left);
+                states.resize(states.len() + num_ready, 0);
+                (parts, left) = (&parts[num_ready..], &left[num_ready..]);
+            }
+            let Some((part, rest)) = parts.split_first() else {
+                break;
+            };
+            let (sampled, rest_of_tokens) = left.split_at(part.num_rows as usize);
+            (parts, left) = (rest, rest_of_tokens);
             let is_live = self.sequences.find(part.seq).is_some();
             if is_live {
                 self.advance(*part);
@@ -413,6 +432,7 @@ impl Scheduler {
                 _ => self.append_forks(part.seq, sampled, states),
             }
         }
+        self.stats.scheduled_tokens += u64::from(step.num_tokens());
         self.commit_beams(&rows_of_beams, candidates, states);
     }
 
@@ -452,26 +472,17 @@ impl Scheduler {
 
     /// Says whether a sequence goes on after its last token, and ends it if not.
     pub(super) fn conclude(&mut self, idx: SeqIdx, states: &mut Vec<i32>) {
-        let state = self.finish_state(idx);
-        states.push(state.map_or(0, |reason| reason as i32));
-        if let Some(reason) = state {
-            self.end_sequence(idx, reason, false);
-        }
-    }
-
-    fn finish_state(&self, idx: SeqIdx) -> Option<FinishReason> {
         let sequence = self.sequences.get(idx);
-        let rule = sequence.end_rule;
-        let token = *sequence.tokens.last().expect("a sequence has tokens");
-        let is_stop_token = || {
-            let params = &self.requests.of(sequence.request).request.params;
-            params.stop_token_ids.contains(&token)
+        let token = sequence.tokens.newest();
+        let reason = if sequence.stops_at(token, &self.config.eos_token_ids, &self.requests) {
+            FinishReason::Stop
+        } else if sequence.num_generated() >= sequence.end_rule.max_tokens {
+            FinishReason::Length
+        } else {
+            states.push(0);
+            return;
         };
-        if (!rule.ignore_eos && self.config.eos_token_ids.contains(&token))
-            || (rule.has_stop_tokens && is_stop_token())
-        {
-            return Some(FinishReason::Stop);
-        }
-        (sequence.num_generated() >= rule.max_tokens).then_some(FinishReason::Length)
+        states.push(reason as i32);
+        self.end_sequence(idx, reason, false);
     }
 }

@@ -4,9 +4,11 @@ use crate::block::BlockTable;
 use crate::ids::RequestId;
 
 use super::fairness::TenantIdx;
+use super::live::LiveRequests;
 use super::queues::QueueKey;
 use super::request::SamplingParams;
 use super::step::RowWords;
+use super::token_ids::TokenIds;
 
 /// When a sample ends, as far as that has to be known for every token.
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +42,7 @@ pub(super) struct Sequence {
     pub(super) words: RowWords,
     pub(super) end_rule: EndRule,
     /// Prompt and generated tokens.
-    pub(super) tokens: Vec<u32>,
+    pub(super) tokens: TokenIds,
     pub(super) prompt_len: u32,
     /// Leading tokens whose keys and values are in the cache.
     pub(super) num_computed: u32,
@@ -102,6 +104,15 @@ impl Sequence {
         self.awaits_token() && self.num_generated() + 1 >= self.end_rule.max_tokens
     }
 
+    /// The row of the step in flight that samples its next token; -1 where that is known.
+    pub(super) fn source(&self) -> i32 {
+        if self.awaits_token() {
+            self.row.cast_signed()
+        } else {
+            -1
+        }
+    }
+
     /// Tokens that the step being built may compute beyond those that are scheduled. One that is still being sampled is
     /// one of them if it goes on from there, unless an end token or somebody outside ends it.
     pub(super) fn num_schedulable(&self) -> u32 {
@@ -131,6 +142,21 @@ impl Sequence {
         self.is_beam && self.key.sample_index == 0
     }
 
+    /// Leading tokens whose computation is that of a prompt or a repetition.
+    pub(super) fn num_counted(&self) -> u32 {
+        self.prompt_len.max(self.num_computed_before)
+    }
+
+    /// Whether it may not go on after this token, whatever its length.
+    pub(super) fn stops_at(&self, token: u32, eos_token_ids: &[u32], requests: &LiveRequests) -> bool {
+        let is_stop_token = || {
+            let params = &requests.of(self.request).request.params;
+            params.stop_token_ids.contains(&token)
+        };
+        (!self.end_rule.ignore_eos && eos_token_ids.contains(&token))
+            || (self.end_rule.has_stop_tokens && is_stop_token())
+    }
+
     /// Rows to sample once all its tokens are computed.
     pub(super) const fn num_rows(&self) -> u32 {
         1 + self.pending_forks
@@ -140,7 +166,7 @@ impl Sequence {
     pub(super) const fn sibling(
         &self,
         sample_index: u32,
-        tokens: Vec<u32>,
+        tokens: TokenIds,
         num_computed: u32,
         table: Option<BlockTable>,
     ) -> Self {

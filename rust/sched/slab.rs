@@ -53,6 +53,12 @@ impl<T> Slab<T> {
         self.entries[idx.0 as usize].as_ref()
     }
 
+    /// None where the value was taken out.
+    #[inline]
+    pub(super) fn find_mut(&mut self, idx: SeqIdx) -> Option<&mut T> {
+        self.entries[idx.0 as usize].as_mut()
+    }
+
     #[inline]
     pub(super) fn get(&self, idx: SeqIdx) -> &T {
         self.entries[idx.0 as usize]

@@ -151,6 +151,17 @@ impl RowWords {
     }
 }
 
+/// A sequence's part of a step that decodes: one token, which is sampled.
+pub(super) struct Decode<'a> {
+    /// The token; anything where `source` says where it comes from.
+    pub(super) token: u32,
+    /// The row of the step in flight that samples the token, or -1.
+    pub(super) source: i32,
+    pub(super) position: u32,
+    pub(super) table: &'a BlockTable,
+    pub(super) words: &'a RowWords,
+}
+
 /// A sequence's part of a step.
 pub(super) struct Part<'a> {
     /// The tokens that are scheduled; anything where `source` says where the only one comes from.
@@ -321,8 +332,8 @@ impl<'a> Writer<'a> {
     }
 
     /// Writes the first sequences, which decode: the number of a sequence is that of its token and of its row.
-    pub(super) fn decodes<'p>(&mut self, parts: impl ExactSizeIterator<Item = Part<'p>>) {
-        let num = parts.len();
+    pub(super) fn decodes<'p>(&mut self, decodes: impl ExactSizeIterator<Item = Decode<'p>>) {
+        let num = decodes.len();
         for (out, number) in self.sample_rows[..num].iter_mut().zip(0..) {
             *out = number;
         }
@@ -338,22 +349,24 @@ impl<'a> Writer<'a> {
             .zip(&mut self.table_start[1..=num])
             .zip(&mut self.sampling[..num])
             .zip(&mut self.rows[..num]);
+        let mask = (1 << self.shift) - 1;
         let mut num_blocks = 0;
-        for (part, columns) in parts.zip(columns) {
+        for (decode, columns) in decodes.zip(columns) {
             let (((((((token, source), position), slot), seq_len), table_end), sampling), row) = columns;
-            *token = part.tokens[0].cast_signed();
-            *source = part.source;
-            *position = part.start.cast_signed();
-            *slot = part.table.slot(part.start);
-            let end = part.start + 1;
-            *seq_len = end.cast_signed();
-            let blocks = &part.table.words()[..(end as usize + (1 << self.shift) - 1) >> self.shift];
+            *token = decode.token.cast_signed();
+            *source = decode.source;
+            *position = decode.position.cast_signed();
+            *seq_len = (decode.position + 1).cast_signed();
+            // A table may reach further than this step does; forward reads no block past seq_len.
+            let last = (decode.position >> self.shift) as usize;
+            let blocks = &decode.table.words()[..=last];
+            *slot = (blocks[last] << self.shift) + (decode.position & mask).cast_signed();
             self.block_ids[num_blocks..][..blocks.len()].copy_from_slice(blocks);
             num_blocks += blocks.len();
             *table_end = word(num_blocks);
-            *sampling = part.words.sampling;
-            sampling[POSITION] = end.cast_signed();
-            *row = part.words.row;
+            *sampling = decode.words.sampling;
+            sampling[POSITION] = *seq_len;
+            *row = decode.words.row;
         }
         (self.num_tokens, self.num_sequences, self.num_rows) = (num, num, num);
         self.num_table_blocks = num_blocks;
