@@ -46,6 +46,7 @@ mod ghost;
 mod hash;
 mod idle;
 mod lease;
+mod node;
 mod pool;
 mod prefix;
 mod publish;

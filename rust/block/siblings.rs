@@ -148,7 +148,7 @@ impl PrefixIndex {
     }
 
     fn unlink_among(&mut self, block: BlockId, parent: Parent) {
-        let above = std::mem::take(&mut self.above[block.index()]);
+        let above = self.nodes[block.index()].above;
         let mut at = match above {
             0 => Link::Top(parent),
             _ if self.target(Link::Left(above)) == block.0 => Link::Left(above),
@@ -175,7 +175,7 @@ impl PrefixIndex {
     fn hang(&mut self, at: Link, node: u32) {
         *self.target_mut(at) = node;
         if node != 0 {
-            self.above[node as usize] = at.holder();
+            self.nodes[node as usize].above = at.holder();
         }
     }
 
@@ -244,7 +244,7 @@ impl PrefixIndex {
                 if self.priority(child) > self.priority(block.0) {
                     return Err(format!("block {child} hangs below block {}, not above", block.0));
                 }
-                if self.above[child as usize] != block.0 {
+                if self.nodes[child as usize].above != block.0 {
                     return Err(format!(
                         "block {child} does not know that it hangs below block {}",
                         block.0
@@ -253,11 +253,9 @@ impl PrefixIndex {
             }
         }
         let top = self.target(Link::Top(parent));
-        if self.above[top as usize] != 0 {
-            return Err(format!(
-                "block {top} is on top and hangs below block {}",
-                self.above[top as usize]
-            ));
+        let above = self.nodes[top as usize].above;
+        if above != 0 {
+            return Err(format!("block {top} is on top and hangs below block {above}"));
         }
         for pair in in_order.windows(2) {
             if self.tokens(pair[0]) >= self.tokens(pair[1]) {
