@@ -13,15 +13,6 @@ use super::prefix::Parent;
 use super::turn::NUM_CLASSES;
 use crate::ids::BlockId;
 
-/// The block to evict, the list that it is on, and its age by the weight of its class.
-struct Oldest {
-    block: BlockId,
-    list: usize,
-    scaled: u64,
-    /// Whether its share gives before others, and the age by the weight of the share as well.
-    rank: (bool, u64),
-}
-
 impl BlockPool {
     /// The idle blocks in the order in which they would be evicted if no time passed.
     pub fn idle_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
@@ -32,44 +23,44 @@ impl BlockPool {
         let counts = self.shares.counts.iter();
         let mut num_published: Vec<u32> = counts.map(|counts| counts.num_published).collect();
         std::iter::from_fn(move || {
-            let fronts: Vec<Option<BlockId>> = lists.iter_mut().map(|list| list.peek().copied()).collect();
-            let oldest = self.oldest(|list| fronts[list], |share| num_published[share])?;
-            let share = oldest.list / NUM_CLASSES;
+            let node = |block: &BlockId| &self.index.nodes[block.index()];
+            let fronts: Vec<Option<&Node>> = lists.iter_mut().map(|list| list.peek().map(node)).collect();
+            let (fronts, _) = fronts.as_chunks::<NUM_CLASSES>();
+            let list = self.oldest_list(
+                |share| {
+                    (0..)
+                        .zip(fronts[share])
+                        .filter_map(|(class, front)| Some((class, front?)))
+                },
+                |share| num_published[share],
+            )?;
+            let share = list / NUM_CLASSES;
             num_published[share] = num_published[share].saturating_sub(1);
-            lists[oldest.list].next()
+            lists[list].next()
         })
     }
 
-    /// The block to evict among the first ones of every list: of shares above their floors if there is any,
-    /// the one of greatest age by the weights of class and share.
+    /// The list whose first block is evicted, `fronts` being the classes and first blocks of the lists of a share that are
+    /// not empty: of shares above their floors if there is any, the one of greatest age by the weights of class and share.
     #[inline]
-    fn oldest(
+    fn oldest_list<'a, I: Iterator<Item = (usize, &'a Node)>>(
         &self,
-        front: impl Fn(usize) -> Option<BlockId>,
+        fronts: impl Fn(usize) -> I,
         num_published: impl Fn(usize) -> u32,
-    ) -> Option<Oldest> {
-        let mut oldest: Option<Oldest> = None;
+    ) -> Option<usize> {
+        let mut oldest = None;
         for share in 0..self.shares.len() {
             let is_above = self.shares.is_above_floor(share, num_published(share));
             let weight = self.shares.weight(share);
-            for class in 0..NUM_CLASSES {
-                let list = share * NUM_CLASSES + class;
-                let Some(block) = front(list) else { continue };
-                let scaled = self
-                    .turns
-                    .scaled(class, self.age(&self.index.nodes[block.index()]));
+            for (class, node) in fronts(share) {
+                let scaled = self.turns.scaled(class, self.age(node));
                 let rank = (is_above, scaled.saturating_mul(weight));
-                if oldest.as_ref().is_none_or(|oldest| rank > oldest.rank) {
-                    oldest = Some(Oldest {
-                        block,
-                        list,
-                        scaled,
-                        rank,
-                    });
+                if oldest.is_none_or(|(best, _)| rank > best) {
+                    oldest = Some((rank, share * NUM_CLASSES + class));
                 }
             }
         }
-        oldest
+        oldest.map(|(_, list)| list)
     }
 
     /// Allocations since a block went idle.
@@ -81,15 +72,15 @@ impl BlockPool {
     /// Takes the idle block to evict off its list and out of the index.
     #[inline(never)]
     pub(super) fn evict(&mut self) -> Option<BlockId> {
-        let oldest = self.oldest(
-            |list| self.idle.front(&self.index.nodes, list),
+        let nodes = &self.index.nodes;
+        let list = self.oldest_list(
+            |share| self.idle.fronts(nodes, share),
             |share| self.shares.counts[share].num_published,
-        );
-        let Oldest {
-            block, list, scaled, ..
-        } = oldest?;
+        )?;
+        let block = self.idle.front(nodes, list)?;
         self.fetch_ahead(block);
         let node = &self.index.nodes[block.index()];
+        let scaled = self.turns.scaled(list % NUM_CLASSES, self.age(node));
         let evicted = Evicted {
             at_ms: self.now_ms,
             reason: Removal::Capacity,
@@ -171,7 +162,11 @@ impl BlockPool {
     }
 
     /// Puts a block on the list of its class.
-    #[inline]
+    #[expect(
+        clippy::inline_always,
+        reason = "the loop of a release, where a call costs half as much as the work"
+    )]
+    #[inline(always)]
     pub(super) fn park(&mut self, block: BlockId) {
         let node = &self.index.nodes[block.index()];
         let list = node.idle_list(node.num_turns);

@@ -34,7 +34,8 @@ struct Slot {
 /// Block ids by hash; several blocks may have the same hash.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct FlatTable {
-    /// A power of two of slots, at least twice as many as there are blocks.
+    /// A power of two of slots, at least four times as many as there are blocks: most entries are at home and have
+    /// no neighbour, so the branches of a removal go the usual way.
     slots: Vec<Slot>,
     len: u32,
 }
@@ -72,7 +73,7 @@ impl Iterator for Candidates<'_> {
 impl FlatTable {
     /// An empty table for at most `num_blocks` entries.
     pub(super) fn new(num_blocks: u32) -> Self {
-        let num_slots = (num_blocks as usize * 2).next_power_of_two().max(2);
+        let num_slots = (num_blocks as usize * 4).next_power_of_two();
         Self {
             slots: vec![Slot::default(); num_slots],
             len: 0,
@@ -152,8 +153,8 @@ impl FlatTable {
     /// Adds a block that is not in the table.
     pub(super) fn insert(&mut self, hash: u64, block: BlockId) {
         assert!(
-            (self.len as usize) < self.slots.len() / 2,
-            "the prefix table is over half full"
+            (self.len as usize) < self.slots.len() / 4,
+            "the prefix table has more entries than blocks"
         );
         let mut slot = self.home(hash);
         while self.slots[slot].entry != 0 {
@@ -208,7 +209,7 @@ impl FlatTable {
     /// Checks the count, and that no entry lies behind an empty slot on the way from its home.
     pub(super) fn check(&self) -> Result<(), String> {
         let used = self.slots.iter().filter(|slot| slot.entry != 0).count();
-        if used != self.len as usize || used * 2 > self.slots.len() {
+        if used != self.len as usize || used * 4 > self.slots.len() {
             return Err(format!(
                 "prefix table: {used} of {} slots used, {} counted",
                 self.slots.len(),

@@ -47,6 +47,8 @@ pub(super) struct IdleLists {
     latest: Vec<Recent<FAR>>,
     /// What the last evictions found to be ahead.
     ahead: Recent<NEAR>,
+    /// By share: a bit for each class whose list is not empty, so that an eviction looks at no others.
+    used: Vec<u8>,
     /// Index of the end of the first list.
     ends: usize,
     len: u32,
@@ -77,6 +79,7 @@ impl IdleLists {
         Self {
             latest: vec![Recent::NONE; num_lists],
             ahead: Recent::NONE,
+            used: vec![0; num_lists / NUM_CLASSES],
             ends,
             len: 0,
         }
@@ -97,9 +100,25 @@ impl IdleLists {
     /// The oldest block of a list.
     #[inline]
     pub(super) fn front(&self, nodes: &[Node], list: usize) -> Option<BlockId> {
-        let end = self.ends + list;
-        let front = nodes[end].link.next;
-        (front as usize != end).then_some(BlockId(front))
+        let front = nodes[self.ends + list].link.next;
+        ((front as usize) < self.ends).then_some(BlockId(front))
+    }
+
+    /// The classes and the nodes of the oldest blocks of the lists of a share that are not empty.
+    #[inline]
+    pub(super) fn fronts<'a>(
+        &self,
+        nodes: &'a [Node],
+        share: usize,
+    ) -> impl Iterator<Item = (usize, &'a Node)> + use<'a> {
+        let mut used = self.used[share];
+        let first = self.ends + share * NUM_CLASSES;
+        std::iter::from_fn(move || {
+            let class = used.trailing_zeros() as usize;
+            used &= used.checked_sub(1)?;
+            let front = nodes[first + class].link.next;
+            Some((class, &nodes[front as usize]))
+        })
     }
 
     /// A block came to the front and goes: returns which one to fetch, and which one, fetched some evictions ago, is
@@ -145,6 +164,16 @@ impl IdleLists {
             ahead: 0,
         };
         self.len += 1;
+        if prev as usize == at {
+            self.flip_used(at);
+        }
+    }
+
+    /// A list, given by its end, has got its first block or lost its last one.
+    #[cold]
+    fn flip_used(&mut self, end: usize) {
+        let list = end - self.ends;
+        self.used[list / NUM_CLASSES] ^= 1 << (list % NUM_CLASSES);
     }
 
     #[inline]
@@ -156,6 +185,9 @@ impl IdleLists {
         nodes[prev as usize].link.next = next;
         nodes[next as usize].link.prev = prev;
         self.len -= 1;
+        if prev == next {
+            self.flip_used(prev as usize);
+        }
     }
 
     /// One list, oldest first. Bounded by the length, so that a broken ring cannot trap its reader.
@@ -185,6 +217,12 @@ impl IdleLists {
                 }
                 (prev, since) = (block.index(), link.since);
                 count += 1;
+            }
+            let is_used = self.used[list / NUM_CLASSES] >> (list % NUM_CLASSES) & 1 == 1;
+            if is_used == (prev == end) {
+                return Err(format!(
+                    "idle list {list} is empty or not, and said to be the opposite"
+                ));
             }
             if nodes[end].link.prev as usize != prev {
                 return Err(format!("idle list {list} does not end with block {prev}"));

@@ -83,15 +83,18 @@ impl Node {
         usize::from(self.share) * NUM_CLASSES + usize::from(class)
     }
 
-    /// What is left of it when it is not published any more.
+    /// Whether the block hangs below a sibling or one below it: a lone child does not.
     #[inline]
-    pub(super) fn unpublished(&self) -> Self {
-        Self {
-            is_leased: self.is_leased,
-            num_tables: self.num_tables,
-            link: self.link,
-            ..Self::default()
-        }
+    pub(super) fn has_siblings(&self) -> bool {
+        self.left | self.right | self.above != 0
+    }
+
+    /// Clears what the index knows; who holds the block, and its place on a list, stay.
+    #[inline]
+    pub(super) fn unpublish(&mut self) {
+        (self.hash, self.parent, self.first_child) = (0, 0, 0);
+        (self.left, self.right, self.above) = (0, 0, 0);
+        (self.fill_len, self.num_turns, self.share) = (0, 0, 0);
     }
 }
 

@@ -77,20 +77,27 @@ pub struct PrefixHit {
     pub is_resumed: bool,
 }
 
-/// Whether two blocks of the same length have the same tokens: line by line without a branch in between, since the comparison of arrays
-/// becomes a call, which costs more than comparing so few bytes.
+/// Whether two lines have the same tokens, without a branch in between.
 #[inline]
+fn are_equal_lines((one, other): (&[u32; LINE_TOKENS], &[u32; LINE_TOKENS])) -> bool {
+    let mut differing = 0;
+    for (one, other) in one.iter().zip(other) {
+        differing |= one ^ other;
+    }
+    differing == 0
+}
+
+/// Whether two blocks of the same length have the same tokens. The comparison of slices would be a call, which costs
+/// more than comparing so few bytes.
+#[expect(
+    clippy::inline_always,
+    reason = "the loop of a lookup, where a call costs as much as the work"
+)]
+#[inline(always)]
 fn are_equal(one: &[u32], other: &[u32]) -> bool {
-    let (lines, rest) = one.as_chunks::<LINE_TOKENS>();
-    let (other_lines, other_rest) = other.as_chunks::<LINE_TOKENS>();
-    let is_same_line = |(one, other): (&[u32; LINE_TOKENS], &[u32; LINE_TOKENS])| {
-        let differing = one
-            .iter()
-            .zip(other)
-            .fold(0, |bits, (one, other)| bits | (one ^ other));
-        differing == 0
-    };
-    lines.iter().zip(other_lines).all(is_same_line) && rest.iter().eq(other_rest)
+    let (lines, rest) = one.as_chunks();
+    let (other_lines, other_rest) = other.as_chunks();
+    lines.iter().zip(other_lines).all(are_equal_lines) && (rest.is_empty() || rest.iter().eq(other_rest))
 }
 
 /// All published blocks.
@@ -297,8 +304,7 @@ impl PrefixIndex {
             block.0
         );
         self.unlink(block, parent);
-        let node = &mut self.nodes[block.index()];
-        *node = node.unpublished();
+        self.nodes[block.index()].unpublish();
         self.table.remove(hash, block);
         if let Parent::Root(root) = parent {
             self.roots.drop_if_unused(root);
@@ -317,8 +323,11 @@ impl PrefixIndex {
         let node = &self.nodes[block.index()];
         self.table.prefetch(node.hash);
         // What is not a block's number, a root's for instance, is no place among the nodes and fetches nothing.
-        for number in [node.parent, node.left, node.right, node.above] {
-            prefetch(&self.nodes, number as usize);
+        prefetch(&self.nodes, node.parent as usize);
+        if node.has_siblings() {
+            for number in [node.left, node.right, node.above] {
+                prefetch(&self.nodes, number as usize);
+            }
         }
     }
 
@@ -326,7 +335,7 @@ impl PrefixIndex {
     pub(super) fn clear(&mut self) {
         self.table.clear();
         for node in &mut self.nodes {
-            *node = node.unpublished();
+            node.unpublish();
         }
         let roots: Vec<RootId> = self.roots.iter().map(|(id, _)| id).collect();
         for root in roots {
@@ -343,7 +352,9 @@ impl PrefixIndex {
         for id in block_ids(self.num_blocks) {
             let node = &self.nodes[id.index()];
             let Some(parent) = Parent::from_number(node.parent) else {
-                if *node != node.unpublished() {
+                let mut unpublished = *node;
+                unpublished.unpublish();
+                if *node != unpublished {
                     return Err(format!("block {} was unpublished in part", id.0));
                 }
                 continue;

@@ -99,7 +99,7 @@ impl PrefixIndex {
     /// Most have no siblings.
     #[inline]
     pub(super) fn link(&mut self, block: BlockId, parent: Parent) {
-        let top = self.target_mut(Link::Top(parent));
+        let top = self.top_mut(parent);
         if *top == 0 {
             *top = block.0;
         } else {
@@ -137,13 +137,10 @@ impl PrefixIndex {
     /// Takes a node out from among its siblings.
     #[inline]
     pub(super) fn unlink(&mut self, block: BlockId, parent: Parent) {
-        let node = &self.nodes[block.index()];
-        let is_lone = node.left | node.right == 0;
-        let top = self.target_mut(Link::Top(parent));
-        if is_lone && *top == block.0 {
-            *top = 0;
-        } else {
+        if self.nodes[block.index()].has_siblings() {
             self.unlink_among(block, parent);
+        } else {
+            *self.top_mut(parent) = 0;
         }
     }
 
@@ -196,10 +193,16 @@ impl PrefixIndex {
     }
 
     #[inline]
+    fn top_mut(&mut self, parent: Parent) -> &mut u32 {
+        match parent {
+            Parent::Root(root) => &mut self.roots.get_mut(root).first_child,
+            Parent::Block(block) => &mut self.nodes[block.index()].first_child,
+        }
+    }
+
     fn target_mut(&mut self, link: Link) -> &mut u32 {
         match link {
-            Link::Top(Parent::Root(root)) => &mut self.roots.get_mut(root).first_child,
-            Link::Top(Parent::Block(block)) => &mut self.nodes[block.index()].first_child,
+            Link::Top(parent) => self.top_mut(parent),
             Link::Left(node) => &mut self.nodes[node as usize].left,
             Link::Right(node) => &mut self.nodes[node as usize].right,
         }
