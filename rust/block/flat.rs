@@ -249,24 +249,24 @@ mod tests {
     #[test]
     fn deletion_closes_gaps_across_the_end_of_the_table() {
         let mut table = FlatTable::new(4);
-        assert_eq!(table.slots.len(), 8);
-        // Homes 6, 7, 6, 7 fill slots 6, 7, 0, 1.
-        let homes = [6, 7, 6, 7];
+        assert_eq!(table.slots.len(), 16);
+        // Homes 14, 15, 14, 15 fill slots 14, 15, 0, 1.
+        let homes = [14, 15, 14, 15];
         for (i, &home) in (1..).zip(&homes) {
             table.insert(hash(home, 9), BlockId(i));
         }
         table.check().expect("sound after insertion");
-        table.remove(hash(6, 9), BlockId(1));
+        table.remove(hash(14, 9), BlockId(1));
         table.check().expect("sound after deletion");
-        // Block 3 came home to 6; block 4 took its place; block 2 never moved.
+        // Block 3 came home to 14; block 4 took its place; block 2 never moved.
         assert_eq!(
-            [6, 7, 0, 1].map(|slot| FlatTable::block(table.slots[slot].entry).0),
+            [14, 15, 0, 1].map(|slot| FlatTable::block(table.slots[slot].entry).0),
             [3, 2, 4, 0]
         );
-        for (block, home) in [(2, 7), (3, 6), (4, 7)] {
+        for (block, home) in [(2, 15), (3, 14), (4, 15)] {
             assert!(find(&table, hash(home, 1), block));
         }
-        assert!(!find(&table, hash(6, 9), 1));
+        assert!(!find(&table, hash(14, 9), 1));
         assert_eq!(table.len(), 3);
     }
 
