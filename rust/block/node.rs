@@ -28,7 +28,7 @@ pub(super) struct Node {
     pub(super) share: u8,
     /// Tables that hold the block.
     pub(super) num_tables: u32,
-    /// Whether a copy reads the block.
+    /// Whether a step under way, or a copy of another thread, reads the block.
     pub(super) is_leased: bool,
     /// Its place on an idle list.
     pub(super) link: IdleLink,
