@@ -34,10 +34,7 @@ fn the_next_step_takes_its_tokens_from_the_one_in_flight() {
     assert_eq!((first.num_rows, first.num_decodes), (2, 0));
     let sampled = simulator.forward(&first);
     let second = schedule(&mut simulator).unwrap();
-    assert_eq!(
-        (second.num_tokens, second.num_decodes, second.num_rows),
-        (2, 2, 2)
-    );
+    assert_eq!((second.num_tokens, second.num_decodes, second.num_rows), (2, 2, 2));
     let view = |wanted| section(&simulator.arena, wanted).to_vec();
     assert_eq!(view(Section::TokenSource), [0, 1]);
     assert_eq!(view(Section::Positions), [5, 9]);
@@ -245,10 +242,7 @@ fn a_failed_step_voids_what_depends_on_it_and_nothing_else() {
     simulator.step().unwrap();
     let second = simulator.submit(&prompts[1], &steadily(6));
     let failed = simulator.fail().unwrap();
-    assert_eq!(
-        (failed.num_sequences, simulator.scheduler.num_in_flight()),
-        (1, 1)
-    );
+    assert_eq!((failed.num_sequences, simulator.scheduler.num_in_flight()), (1, 1));
     simulator.run(40);
     assert_eq!((simulator.ended[&(first, 0)], simulator.num_void), (4, 1));
     simulator.assert_complete((second, 0), &prompts[1], &steadily(6));
@@ -306,10 +300,7 @@ fn a_merged_block_is_fenced_until_the_step_that_reads_it() {
     // The same tokens in two namespaces do not meet; in one, computed at once without deferral, they are merged.
     let prompt = prompt(0, 7);
     let (params, mut num_fenced) = (steadily(12), 0);
-    let ids = [
-        simulator.submit(&prompt, &params),
-        simulator.submit(&prompt[..7], &params),
-    ];
+    let ids = [simulator.submit(&prompt, &params), simulator.submit(&prompt[..7], &params)];
     while simulator.step().is_some() {
         num_fenced += simulator.scheduler.pool().num_fenced_by_steps();
     }
@@ -410,12 +401,7 @@ fn an_aborted_search_leaves_the_other_one_alone() {
     let (per_row, tokens, logprobs) = simulator.candidates();
     simulator.scheduler.edge().abort(ids[0]);
     // Heard by a command, before the commit.
-    assert!(
-        simulator
-            .scheduler
-            .hold(&key(HoldKind::Session, b"", "s"))
-            .is_err()
-    );
+    assert!(simulator.scheduler.hold(&key(HoldKind::Session, b"", "s")).is_err());
     let rows = BeamRows {
         tokens: &tokens,
         logprobs: &logprobs,
