@@ -1,8 +1,9 @@
 //! The invariants of the pool, checked in O(pool): after every operation in tests, and on demand in a running
 //! engine.
 
+use super::node::Node;
 use super::pool::{BlockPool, BlockState};
-use super::prefix::{Node, Parent};
+use super::prefix::Parent;
 use crate::ids::BlockId;
 
 impl BlockPool {
@@ -14,11 +15,10 @@ impl BlockPool {
         if self.index.nodes[0] != Node::default() {
             return Err("the null block is in use".to_owned());
         }
-        self.idle.check()?;
+        self.idle.check(&self.index.nodes)?;
         self.index.check()?;
-        let published = (1..=self.num_blocks()).map(BlockId);
-        self.shares
-            .check(published.filter(|&block| self.is_published(block)))?;
+        let published = self.index.nodes.iter().filter(|node| node.is_published());
+        self.shares.check(published.map(|node| node.share))?;
         self.check_lists()?;
         self.check_counts()?;
         self.check_idle_order()
@@ -45,14 +45,15 @@ impl BlockPool {
                     on_free[block.index()]
                 ));
             }
-            if (state == BlockState::Idle) != self.idle.contains(block) {
+            let node = &self.index.nodes[block.index()];
+            if (state == BlockState::Idle) != node.is_idle() {
                 return Err(format!(
                     "block {} is {state:?}; on the idle list: {}",
                     block.0,
-                    self.idle.contains(block)
+                    node.is_idle()
                 ));
             }
-            if self.index.nodes[block.index()].is_leased != on_leased[block.index()] {
+            if node.is_leased != on_leased[block.index()] {
                 return Err(format!("block {} and the lease list disagree", block.0));
             }
         }
@@ -92,7 +93,8 @@ impl BlockPool {
             let Some(Parent::Block(parent)) = self.parent(block) else {
                 continue;
             };
-            if self.index.class(block) > self.index.class(parent) {
+            let num_turns = |block: BlockId| self.index.nodes[block.index()].num_turns;
+            if num_turns(block) > num_turns(parent) {
                 return Err(format!(
                     "block {} came back more often than its parent {}",
                     block.0, parent.0

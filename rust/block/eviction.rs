@@ -7,138 +7,145 @@
 
 use super::config::Eviction;
 use super::ghost::{Evicted, Removal};
+use super::node::Node;
 use super::pool::{BlockPool, BlockState};
 use super::prefix::Parent;
 use super::turn::NUM_CLASSES;
 use crate::ids::BlockId;
-
-/// The block to evict, the list that it is on, and its age by the weight of its class.
-struct Oldest {
-    block: BlockId,
-    list: usize,
-    scaled: u64,
-}
 
 impl BlockPool {
     /// The idle blocks in the order in which they would be evicted if no time passed.
     pub fn idle_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
         let num_lists = self.idle.num_lists();
         let mut lists: Vec<_> = (0..num_lists)
-            .map(|list| self.idle.iter(list).peekable())
+            .map(|list| self.idle.iter(&self.index.nodes, list).peekable())
             .collect();
         let counts = self.shares.counts.iter();
         let mut num_published: Vec<u32> = counts.map(|counts| counts.num_published).collect();
         std::iter::from_fn(move || {
-            let fronts: Vec<Option<BlockId>> = lists.iter_mut().map(|list| list.peek().copied()).collect();
-            let oldest = self.oldest(|list| fronts[list], |share| num_published[share])?;
-            let share = oldest.list / NUM_CLASSES;
+            let node = |block: &BlockId| &self.index.nodes[block.index()];
+            let fronts: Vec<Option<&Node>> = lists.iter_mut().map(|list| list.peek().map(node)).collect();
+            let (fronts, _) = fronts.as_chunks::<NUM_CLASSES>();
+            let list = self.oldest_list(
+                |share| {
+                    (0..)
+                        .zip(fronts[share])
+                        .filter_map(|(class, front)| Some((class, front?)))
+                },
+                |share| num_published[share],
+            )?;
+            let share = list / NUM_CLASSES;
             num_published[share] = num_published[share].saturating_sub(1);
-            lists[oldest.list].next()
+            lists[list].next()
         })
     }
 
-    /// The block to evict among the first ones of every list: of shares above their floors if there is any,
-    /// the one of greatest age by the weights of class and share.
+    /// The list whose first block is evicted, `fronts` being the classes and first blocks of the lists of a share that are
+    /// not empty: of shares above their floors if there is any, the one of greatest age by the weights of class and share.
     #[inline]
-    fn oldest(
+    fn oldest_list<'a, I: Iterator<Item = (usize, &'a Node)>>(
         &self,
-        front: impl Fn(usize) -> Option<BlockId>,
+        fronts: impl Fn(usize) -> I,
         num_published: impl Fn(usize) -> u32,
-    ) -> Option<Oldest> {
-        let mut oldest: Option<((bool, u64), Oldest)> = None;
+    ) -> Option<usize> {
+        let mut oldest = None;
         for share in 0..self.shares.len() {
             let is_above = self.shares.is_above_floor(share, num_published(share));
-            for class in 0..NUM_CLASSES {
-                let list = share * NUM_CLASSES + class;
-                let Some(block) = front(list) else { continue };
-                let scaled = self.turns.scaled(class, self.idle_age(block));
-                let rank = (is_above, self.shares.weighted(share, scaled));
-                if oldest.as_ref().is_none_or(|(other, _)| rank > *other) {
-                    oldest = Some((rank, Oldest { block, list, scaled }));
+            let weight = self.shares.weight(share);
+            for (class, node) in fronts(share) {
+                let scaled = self.turns.scaled(class, self.age(node));
+                let rank = (is_above, scaled.saturating_mul(weight));
+                if oldest.is_none_or(|(best, _)| rank > best) {
+                    oldest = Some((rank, share * NUM_CLASSES + class));
                 }
             }
         }
-        oldest.map(|(_, oldest)| oldest)
+        oldest.map(|(_, list)| list)
     }
 
-    /// Allocations since an idle block went idle.
+    /// Allocations since a block went idle.
     #[inline]
-    fn idle_age(&self, block: BlockId) -> u64 {
-        self.num_allocations - self.idle.since(block)
+    fn age(&self, node: &Node) -> u64 {
+        self.num_allocations - node.link.since
     }
 
     /// Takes the idle block to evict off its list and out of the index.
     #[inline(never)]
     pub(super) fn evict(&mut self) -> Option<BlockId> {
-        let Oldest { block, list, scaled } = self.oldest(
-            |list| self.idle.front(list),
+        let nodes = &self.index.nodes;
+        let list = self.oldest_list(
+            |share| self.idle.fronts(nodes, share),
             |share| self.shares.counts[share].num_published,
         )?;
-        self.prefetch_after(block);
+        let block = self.idle.front(nodes, list)?;
+        self.fetch_ahead(block);
+        let node = &self.index.nodes[block.index()];
+        let scaled = self.turns.scaled(list % NUM_CLASSES, self.age(node));
         let evicted = Evicted {
             at_ms: self.now_ms,
             reason: Removal::Capacity,
         };
-        self.ghosts.add(self.hash(block), evicted);
-        self.unpublish_tree(block);
-        self.idle.remove(block);
+        self.index.table.leave_ghost(node.hash, evicted);
+        if node.first_child != 0 {
+            self.unpublish_below(block);
+        }
+        self.unpublish(block);
+        self.idle.remove(&mut self.index.nodes, block);
         self.turns.evicted(list % NUM_CLASSES, scaled);
         self.num_evictions += 1;
         self.shares.counts[list / NUM_CLASSES].num_evictions += 1;
         Some(block)
     }
 
-    /// Fetches what the next evictions will touch, which in a large pool is in no cache: the links and the node of
-    /// a block that is some way off, and of one that is nearer, whose node is there by now, the neighbours in the
-    /// index.
+    /// Fetches what the next evictions will touch, which in a large pool is in no cache: the node of a block that is
+    /// some way off, and of one that is nearer, whose node is there by now, its slot of the hash table and its
+    /// neighbours in the index.
     #[inline]
-    fn prefetch_after(&self, block: BlockId) {
-        let (near, far) = self.idle.ahead(block);
-        self.idle.prefetch(far);
+    fn fetch_ahead(&mut self, block: BlockId) {
+        let (far, near) = self.idle.look_ahead(&self.index.nodes, block);
         self.index.prefetch_node(far);
         self.index.prefetch_removal(near);
-        self.ghosts.prefetch(self.hash(near));
     }
 
-    /// Takes an idle block out of the index, and before it what follows it there. Children that are idle are
-    /// evicted before their parents, and those that a table holds keep their parents from being idle: what is
-    /// left are fenced ones. They lose their publication, and become free when the step ends.
-    fn unpublish_tree(&mut self, block: BlockId) {
+    /// Takes what follows an idle block out of the index. Children that are idle are evicted before their parents,
+    /// and those that a table holds keep their parents from being idle: what is left are fenced ones. They lose their
+    /// publication, and become free when the step ends.
+    fn unpublish_below(&mut self, block: BlockId) {
         let mut node = block;
         loop {
             if let Some(child) = self.index.first_child(Parent::Block(node)) {
                 node = child;
                 continue;
             }
-            let parent = self.index.parent(node);
+            if node == block {
+                return;
+            }
             assert!(
-                node == block || self.state(node) == BlockState::Fenced,
+                self.state(node) == BlockState::Fenced,
                 "evicting a parent of block {}",
                 node.0
             );
+            let parent = self.index.nodes[node.index()].parent;
             self.unpublish(node);
-            match parent {
-                Some(Parent::Block(parent)) if node != block => node = parent,
-                _ => break,
-            }
+            node = BlockId(parent);
         }
     }
 
     /// Adds a table to the holders of a block of a hit. `is_turn`: a request came back to it.
     #[inline]
     pub(super) fn reuse(&mut self, block: BlockId, is_turn: bool) {
-        let age = self.num_allocations - self.idle.since(block);
         let node = &mut self.index.nodes[block.index()];
         let class = usize::from(node.num_turns);
-        if !node.is_held() {
-            if is_turn {
-                self.turns.hit(class, age);
-            }
-            self.idle.remove(block);
-        }
+        let was_held = node.is_held();
         node.num_tables += 1;
         if is_turn && self.eviction == Eviction::Turn && class + 1 < NUM_CLASSES {
             node.num_turns += 1;
+        }
+        if !was_held {
+            if is_turn {
+                self.turns.hit(class, self.num_allocations - node.link.since);
+            }
+            self.idle.remove(&mut self.index.nodes, block);
         }
     }
 
@@ -151,9 +158,20 @@ impl BlockPool {
             self.free.push(block);
             return;
         }
-        let class = self.index.class(block);
-        let list = self.shares.list(block, class);
-        self.idle.push_back(block, list, self.num_allocations);
+        self.park(block);
+    }
+
+    /// Puts a block on the list of its class.
+    #[expect(
+        clippy::inline_always,
+        reason = "the loop of a release, where a call costs half as much as the work"
+    )]
+    #[inline(always)]
+    pub(super) fn park(&mut self, block: BlockId) {
+        let node = &self.index.nodes[block.index()];
+        let list = node.idle_list(node.num_turns);
+        self.idle
+            .push_back(&mut self.index.nodes, block, list, self.num_allocations);
     }
 
     /// Takes a table from the holders of the last blocks of a chain, from its end on, and puts those that become idle
@@ -176,11 +194,13 @@ impl BlockPool {
                 self.release(block);
                 continue;
             }
-            let list = self.shares.list(block, 0);
-            self.index.nodes[block.index()].num_tables -= 1;
-            match *front.get_or_insert_with(|| self.idle.front(list)) {
-                Some(front) => self.idle.insert_before(block, front),
-                None => self.idle.push_back(block, list, self.num_allocations),
+            let nodes = &mut self.index.nodes;
+            let node = &mut nodes[block.index()];
+            let list = node.idle_list(0);
+            node.num_tables -= 1;
+            match *front.get_or_insert_with(|| self.idle.front(nodes, list)) {
+                Some(front) => self.idle.insert_before(nodes, block, front),
+                None => self.idle.push_back(nodes, block, list, self.num_allocations),
             }
             last = Some(block);
         }
@@ -199,7 +219,8 @@ impl BlockPool {
 
     /// Puts a block whose leases were dropped on the list that its state asks for, if it is on none.
     pub(super) fn settle(&mut self, block: BlockId) {
-        if self.is_held(block) || self.idle.contains(block) {
+        let node = &self.index.nodes[block.index()];
+        if node.is_held() || node.is_idle() {
             return;
         }
         if !self.is_published(block) {
@@ -217,13 +238,13 @@ impl BlockPool {
         let mut above = self.parent(block);
         while let Some(Parent::Block(parent)) = above
             && self.index.nodes[parent.index()].num_tables == 0
-            && !self.idle.contains(parent)
+            && !self.index.nodes[parent.index()].is_idle()
         {
             chain.push(parent);
             above = self.parent(parent);
         }
         let mut nearest = match above {
-            Some(Parent::Block(parent)) if self.idle.contains(parent) => Some(parent),
+            Some(Parent::Block(parent)) if self.index.nodes[parent.index()].is_idle() => Some(parent),
             _ => None,
         };
         for &block in chain.iter().rev() {
@@ -235,7 +256,7 @@ impl BlockPool {
                 continue;
             }
             match nearest {
-                Some(parent) => self.idle.insert_before(block, parent),
+                Some(parent) => self.idle.insert_before(&mut self.index.nodes, block, parent),
                 None => self.retire(block),
             }
             nearest = Some(block);

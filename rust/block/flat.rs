@@ -3,7 +3,10 @@
 //! An entry is one `u64`: the high half of the hash, then the block id. The half hash also names the entry's
 //! home slot, so deleting moves entries without looking anything up. No block has id 0, hence a zero entry is
 //! an empty slot.
+//!
+//! Beside its entry a slot keeps the ghost of the last hash at home there that went.
 
+use super::ghost::{Evicted, Ghost};
 use crate::ids::BlockId;
 
 /// Fetches the cache line of `slice[index]` ahead of its use. A hint: it does nothing where the target has no
@@ -21,20 +24,58 @@ pub(super) fn prefetch<T>(slice: &[T], index: usize) {
     let _ = (slice, index);
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C, align(16))]
+struct Slot {
+    entry: u64,
+    ghost: Ghost,
+}
+
 /// Block ids by hash; several blocks may have the same hash.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct FlatTable {
-    /// A power of two of slots, at least twice as many as there are blocks.
-    entries: Vec<u64>,
+    /// A power of two of slots, at least four times as many as there are blocks: most entries are at home and have
+    /// no neighbour, so the branches of a removal go the usual way.
+    slots: Vec<Slot>,
     len: u32,
+}
+
+/// Blocks that may have a hash; see [`FlatTable::candidates`].
+pub(super) struct Candidates<'a> {
+    slots: &'a [Slot],
+    at: usize,
+    /// The high half of an entry of the hash.
+    half: u64,
+}
+
+impl Iterator for Candidates<'_> {
+    type Item = BlockId;
+
+    #[expect(
+        clippy::inline_always,
+        reason = "the loop of a lookup, where a call costs as much as the work"
+    )]
+    #[inline(always)]
+    fn next(&mut self) -> Option<BlockId> {
+        loop {
+            let entry = self.slots[self.at].entry;
+            if entry == 0 {
+                return None;
+            }
+            self.at = (self.at + 1) & (self.slots.len() - 1);
+            if entry >> 32 == self.half {
+                return Some(FlatTable::block(entry));
+            }
+        }
+    }
 }
 
 impl FlatTable {
     /// An empty table for at most `num_blocks` entries.
     pub(super) fn new(num_blocks: u32) -> Self {
-        let num_slots = (num_blocks as usize * 2).next_power_of_two().max(2);
+        let num_slots = (num_blocks as usize * 4).next_power_of_two();
         Self {
-            entries: vec![0; num_slots],
+            slots: vec![Slot::default(); num_slots],
             len: 0,
         }
     }
@@ -62,111 +103,123 @@ impl FlatTable {
     /// The slot at which the search for an entry, or for the hash it was made from, starts.
     #[inline]
     fn home(&self, entry: u64) -> usize {
-        (entry >> 32) as usize & (self.entries.len() - 1)
+        (entry >> 32) as usize & (self.slots.len() - 1)
     }
 
     #[inline]
     fn after(&self, slot: usize) -> usize {
-        (slot + 1) & (self.entries.len() - 1)
+        (slot + 1) & (self.slots.len() - 1)
     }
 
-    /// The first block under `hash` that `accept` takes. It is asked only about blocks with the same half
-    /// hash.
+    /// The blocks whose hashes have the same upper half as `hash`.
     #[expect(
         clippy::inline_always,
         reason = "the loop of a lookup, where a call costs as much as the work"
     )]
     #[inline(always)]
-    pub(super) fn find(&self, hash: u64, mut accept: impl FnMut(BlockId) -> bool) -> Option<BlockId> {
-        let mut slot = self.home(hash);
-        loop {
-            let entry = self.entries[slot];
-            if entry == 0 {
-                return None;
-            }
-            if entry >> 32 == hash >> 32 && accept(Self::block(entry)) {
-                return Some(Self::block(entry));
-            }
-            slot = self.after(slot);
+    pub(super) fn candidates(&self, hash: u64) -> Candidates<'_> {
+        Candidates {
+            slots: &self.slots,
+            at: self.home(hash),
+            half: hash >> 32,
         }
     }
 
-    /// Fetches the home slot of `hash` ahead of [`Self::find`].
+    /// Fetches the home slot of `hash` ahead of its use.
     #[inline]
     pub(super) fn prefetch(&self, hash: u64) {
-        prefetch(&self.entries, self.home(hash));
+        prefetch(&self.slots, self.home(hash));
     }
 
-    /// The block in the home slot of `hash`, whoever it is: a guess at what [`Self::find`] will ask about.
+    /// The block in the home slot of `hash`, whoever it is: a guess at the first of [`Self::candidates`]. The null block
+    /// if there is none.
     #[inline]
-    pub(super) fn guess(&self, hash: u64) -> Option<BlockId> {
-        let entry = self.entries[self.home(hash)];
-        (entry != 0).then(|| Self::block(entry))
+    pub(super) fn guess(&self, hash: u64) -> BlockId {
+        Self::block(self.slots[self.home(hash)].entry)
+    }
+
+    /// Remembers when and why a block with this hash went, in the place of an older one.
+    #[inline]
+    pub(super) fn leave_ghost(&mut self, hash: u64, evicted: Evicted) {
+        let home = self.home(hash);
+        self.slots[home].ghost = Ghost::new(hash, evicted);
+    }
+
+    /// When and why the last block with this hash went, as far as that is remembered.
+    pub(super) fn ghost(&self, hash: u64) -> Option<Evicted> {
+        self.slots[self.home(hash)].ghost.recall(hash)
     }
 
     /// Adds a block that is not in the table.
     pub(super) fn insert(&mut self, hash: u64, block: BlockId) {
         assert!(
-            (self.len as usize) < self.entries.len() / 2,
-            "the prefix table is over half full"
+            (self.len as usize) < self.slots.len() / 4,
+            "the prefix table has more entries than blocks"
         );
         let mut slot = self.home(hash);
-        while self.entries[slot] != 0 {
+        while self.slots[slot].entry != 0 {
             slot = self.after(slot);
         }
-        self.entries[slot] = Self::entry(hash, block);
+        self.slots[slot].entry = Self::entry(hash, block);
         self.len += 1;
     }
 
     /// Takes a block out, and closes the gap by moving later entries towards their home slots.
+    #[inline]
     pub(super) fn remove(&mut self, hash: u64, block: BlockId) {
         let wanted = Self::entry(hash, block);
         let mut gap = self.home(hash);
-        while self.entries[gap] != wanted {
+        while self.slots[gap].entry != wanted {
             assert!(
-                self.entries[gap] != 0,
+                self.slots[gap].entry != 0,
                 "block {} is not in the prefix table",
                 block.0
             );
             gap = self.after(gap);
         }
-        let mask = self.entries.len() - 1;
+        let mask = self.slots.len() - 1;
         let mut slot = self.after(gap);
-        while self.entries[slot] != 0 {
+        loop {
+            let entry = self.slots[slot].entry;
+            if entry == 0 {
+                break;
+            }
             // An entry may move to the gap unless its home lies after the gap, on the way from the gap to the
             // entry.
-            let from_home = slot.wrapping_sub(self.home(self.entries[slot])) & mask;
+            let from_home = slot.wrapping_sub(self.home(entry)) & mask;
             let from_gap = slot.wrapping_sub(gap) & mask;
             if from_home >= from_gap {
-                self.entries[gap] = self.entries[slot];
+                self.slots[gap].entry = entry;
                 gap = slot;
             }
             slot = self.after(slot);
         }
-        self.entries[gap] = 0;
+        self.slots[gap].entry = 0;
         self.len -= 1;
     }
 
-    /// Forgets every entry.
+    /// Forgets every entry, and leaves the ghosts.
     pub(super) fn clear(&mut self) {
-        self.entries.fill(0);
+        for slot in &mut self.slots {
+            slot.entry = 0;
+        }
         self.len = 0;
     }
 
     /// Checks the count, and that no entry lies behind an empty slot on the way from its home.
     pub(super) fn check(&self) -> Result<(), String> {
-        let used = self.entries.iter().filter(|&&entry| entry != 0).count();
-        if used != self.len as usize || used * 2 > self.entries.len() {
+        let used = self.slots.iter().filter(|slot| slot.entry != 0).count();
+        if used != self.len as usize || used * 4 > self.slots.len() {
             return Err(format!(
                 "prefix table: {used} of {} slots used, {} counted",
-                self.entries.len(),
+                self.slots.len(),
                 self.len
             ));
         }
-        for (slot, &entry) in self.entries.iter().enumerate().filter(|(_, entry)| **entry != 0) {
+        for (slot, &Slot { entry, .. }) in self.slots.iter().enumerate() {
             let mut step = self.home(entry);
-            while step != slot {
-                if self.entries[step] == 0 {
+            while entry != 0 && step != slot {
+                if self.slots[step].entry == 0 {
                     return Err(format!(
                         "prefix table: block {} is out of reach",
                         Self::block(entry).0
@@ -181,6 +234,7 @@ impl FlatTable {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ghost::Removal;
     use super::*;
 
     /// A hash whose home is `home` in any table of at least that many slots.
@@ -189,30 +243,30 @@ mod tests {
     }
 
     fn find(table: &FlatTable, hash: u64, block: u32) -> bool {
-        table.find(hash, |found| found == BlockId(block)).is_some()
+        table.candidates(hash).any(|found| found == BlockId(block))
     }
 
     #[test]
     fn deletion_closes_gaps_across_the_end_of_the_table() {
         let mut table = FlatTable::new(4);
-        assert_eq!(table.entries.len(), 8);
-        // Homes 6, 7, 6, 7 fill slots 6, 7, 0, 1.
-        let homes = [6, 7, 6, 7];
+        assert_eq!(table.slots.len(), 16);
+        // Homes 14, 15, 14, 15 fill slots 14, 15, 0, 1.
+        let homes = [14, 15, 14, 15];
         for (i, &home) in (1..).zip(&homes) {
             table.insert(hash(home, 9), BlockId(i));
         }
         table.check().expect("sound after insertion");
-        table.remove(hash(6, 9), BlockId(1));
+        table.remove(hash(14, 9), BlockId(1));
         table.check().expect("sound after deletion");
-        // Block 3 came home to 6; block 4 took its place; block 2 never moved.
+        // Block 3 came home to 14; block 4 took its place; block 2 never moved.
         assert_eq!(
-            [6, 7, 0, 1].map(|slot| FlatTable::block(table.entries[slot]).0),
+            [14, 15, 0, 1].map(|slot| FlatTable::block(table.slots[slot].entry).0),
             [3, 2, 4, 0]
         );
-        for (block, home) in [(2, 7), (3, 6), (4, 7)] {
+        for (block, home) in [(2, 15), (3, 14), (4, 15)] {
             assert!(find(&table, hash(home, 1), block));
         }
-        assert!(!find(&table, hash(6, 9), 1));
+        assert!(!find(&table, hash(14, 9), 1));
         assert_eq!(table.len(), 3);
     }
 
@@ -252,5 +306,31 @@ mod tests {
         let mut table = FlatTable::new(4);
         table.insert(5, BlockId(1));
         table.remove(5, BlockId(2));
+    }
+
+    #[test]
+    fn the_last_ghost_at_home_in_a_slot_is_remembered() {
+        let mut table = FlatTable::new(4);
+        let evicted = |at_ms| Evicted {
+            at_ms,
+            reason: Removal::Capacity,
+        };
+        table.insert(hash(3, 1), BlockId(1));
+        table.leave_ghost(hash(3, 1), evicted(0));
+        table.remove(hash(3, 1), BlockId(1));
+        assert_eq!(
+            (
+                table.ghost(hash(3, 1)),
+                table.ghost(hash(3, 2)),
+                table.ghost(hash(4, 1))
+            ),
+            (Some(evicted(0)), None, None)
+        );
+        table.leave_ghost(hash(3, 2), evicted(5));
+        table.clear();
+        assert_eq!(
+            (table.ghost(hash(3, 1)), table.ghost(hash(3, 2))),
+            (None, Some(evicted(5)))
+        );
     }
 }

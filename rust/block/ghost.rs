@@ -1,11 +1,10 @@
 //! Ghosts: which hashes were published once, and when and why they went. Asked when a lookup stops, to say
 //! whether the block that it misses was ever there.
 //!
-//! A table with as many entries as the pool has blocks, addressed by the hash: a new ghost takes the place of
-//! an older one, so the memory is bounded (16 bytes a block) and so is the cost, one write an eviction. It
-//! answers questions only; no decision depends on it.
-
-use super::flat::prefetch;
+//! A ghost is one word. It lies in the hash table beside the slot where a search for its hash starts (see
+//! [`super::flat`]), so an eviction, which has just been there, fetches nothing for it. A new ghost takes the place of an
+//! older one: the memory is bounded. It answers questions only; no decision depends on it. Of the hash it keeps
+//! [`TAG_BITS`] bits beside those that the slot stands for, so one answer in millions is about another block.
 
 /// Why a block is not there any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,57 +24,39 @@ pub struct Evicted {
     pub reason: Removal,
 }
 
+/// Bits of the hash in a ghost: the lowest ones, which do not choose the slot.
+const TAG_BITS: u32 = 22;
+const TAG: u64 = (1 << TAG_BITS) - 1;
+
+/// The latest time that a ghost can tell. Milliseconds since 1970 fit until 2039.
+const LAST_MS: u64 = (1 << (63 - TAG_BITS)) - 2;
+
+/// What is remembered of a block: from the lowest bit on, bits of its hash, whether it went with a reset, and one more
+/// than the time. All zero is no ghost.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
-struct Ghost {
-    hash: u64,
-    /// Twice the time, plus 1 for a reset; then 1 more, so that 0 is no ghost.
-    code: u64,
-}
+#[repr(transparent)]
+pub(super) struct Ghost(u64);
 
-/// The ghosts of one pool.
-#[derive(Clone, PartialEq, Eq)]
-pub(super) struct Ghosts {
-    entries: Vec<Ghost>,
-}
-
-impl Ghosts {
-    pub(super) fn new(num_blocks: u32) -> Self {
-        let num_entries = (num_blocks as usize).next_power_of_two();
-        Self {
-            entries: vec![Ghost::default(); num_entries],
-        }
-    }
-
+impl Ghost {
     #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "the table is much shorter")]
-    fn place(&self, hash: u64) -> usize {
-        hash as usize & (self.entries.len() - 1)
+    pub(super) fn new(hash: u64, evicted: Evicted) -> Self {
+        let is_reset = u64::from(evicted.reason == Removal::Reset);
+        let time = evicted.at_ms.min(LAST_MS) + 1;
+        Self((time << 1 | is_reset) << TAG_BITS | (hash & TAG))
     }
 
-    #[inline]
-    pub(super) fn add(&mut self, hash: u64, evicted: Evicted) {
-        let place = self.place(hash);
-        let code = 2 * evicted.at_ms + u64::from(evicted.reason == Removal::Reset) + 1;
-        self.entries[place] = Ghost { hash, code };
-    }
-
-    pub(super) fn find(&self, hash: u64) -> Option<Evicted> {
-        let ghost = self.entries[self.place(hash)];
-        let code = ghost.code.checked_sub(1).filter(|_| ghost.hash == hash)?;
-        Some(Evicted {
-            at_ms: code / 2,
-            reason: if code % 2 == 1 {
-                Removal::Reset
-            } else {
-                Removal::Capacity
-            },
-        })
-    }
-
-    /// Fetches the place of `hash` ahead of [`Self::add`].
-    #[inline]
-    pub(super) fn prefetch(&self, hash: u64) {
-        prefetch(&self.entries, self.place(hash));
+    /// What it remembers, if it is that of a block with this hash.
+    pub(super) fn recall(self, hash: u64) -> Option<Evicted> {
+        let code = self.0 >> TAG_BITS;
+        let at_ms = (code >> 1)
+            .checked_sub(1)
+            .filter(|_| (self.0 ^ hash) & TAG == 0)?;
+        let reason = if code & 1 == 1 {
+            Removal::Reset
+        } else {
+            Removal::Capacity
+        };
+        Some(Evicted { at_ms, reason })
     }
 }
 
@@ -84,22 +65,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_one_in_a_place_is_remembered() {
-        let mut ghosts = Ghosts::new(5);
-        let capacity = |at_ms| Evicted {
+    fn a_ghost_answers_for_its_hash() {
+        assert_eq!(Ghost::default().recall(0), None);
+        for reason in [Removal::Capacity, Removal::Reset] {
+            for at_ms in [0, 11, LAST_MS] {
+                let evicted = Evicted { at_ms, reason };
+                for hash in [0, 7, u64::MAX] {
+                    let ghost = Ghost::new(hash, evicted);
+                    assert_eq!(ghost.recall(hash), Some(evicted));
+                    assert_eq!(ghost.recall(hash ^ 1), None);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_time_that_is_too_late_is_cut() {
+        let evicted = |at_ms| Evicted {
             at_ms,
             reason: Removal::Capacity,
         };
-        let reset = Evicted {
-            at_ms: 9,
-            reason: Removal::Reset,
-        };
-        assert_eq!((ghosts.find(0), ghosts.find(8)), (None, None));
-        ghosts.add(0, capacity(0));
-        assert_eq!((ghosts.find(0), ghosts.find(8)), (Some(capacity(0)), None));
-        ghosts.add(8, reset);
-        ghosts.add(7, capacity(11));
-        assert_eq!((ghosts.find(0), ghosts.find(8)), (None, Some(reset)));
-        assert_eq!(ghosts.find(7), Some(capacity(11)));
+        assert_eq!(Ghost::new(3, evicted(u64::MAX)).recall(3), Some(evicted(LAST_MS)));
     }
 }

@@ -35,6 +35,15 @@ impl BlockHasher {
         let size = block_size as usize;
         let mut hash = hashes.last().copied().unwrap_or(root);
         let missing = tokens.get(hashes.len() * size..).unwrap_or(&[]);
+        if size == ROUND_TOKENS && !self.degenerate {
+            // The usual size: one round to a block, without the questions that `block` asks about it.
+            let (blocks, _) = missing.as_chunks();
+            hashes.extend(blocks.iter().map(|words| {
+                hash = self.round(hash ^ ROUND_TOKENS as u64, words);
+                hash
+            }));
+            return;
+        }
         hashes.extend(missing.chunks_exact(size).map(|block| {
             hash = self.block(hash, block);
             hash

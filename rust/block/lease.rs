@@ -115,7 +115,7 @@ impl BlockPool {
             );
             node.is_leased = true;
             if !was_held {
-                self.idle.remove(block);
+                self.idle.remove(&mut self.index.nodes, block);
             }
             *self.lent.entry(block).or_default() += 1;
         }

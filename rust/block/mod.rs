@@ -48,6 +48,7 @@ mod ghost;
 mod hash;
 mod idle;
 mod lease;
+mod node;
 mod pool;
 mod prefix;
 mod publish;

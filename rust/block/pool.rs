@@ -5,7 +5,6 @@
 //! every build: going on would hand one request's memory to another.
 
 use super::config::{Eviction, PoolConfig};
-use super::ghost::Ghosts;
 use super::hash::BlockHasher;
 use super::idle::IdleLists;
 use super::prefix::{Parent, PrefixHit, PrefixIndex};
@@ -48,7 +47,6 @@ pub struct BlockPool {
     /// Counts calls of `clear_prefix`.
     pub(super) epoch: u64,
     pub(super) shares: Shares,
-    pub(super) ghosts: Ghosts,
     /// As it was told last.
     pub(super) now_ms: u64,
     pub(super) last_reset_ms: u64,
@@ -92,20 +90,21 @@ impl BlockPool {
             eviction,
             ..
         } = *config;
+        let num_ends = IdleLists::num_ends(shares.len() + 1);
+        let mut index = PrefixIndex::new(hasher, num_blocks, num_ends, block_size);
         Self {
             block_size,
             prefix_caching,
             partial_matching,
             free: (1..=num_blocks).rev().map(BlockId).collect(),
-            idle: IdleLists::new(num_blocks, shares.len() + 1),
+            idle: IdleLists::new(&mut index.nodes, num_blocks),
             eviction,
             turns: TurnWeights::new(num_blocks),
-            index: PrefixIndex::new(hasher, num_blocks, block_size),
+            index,
             leased: vec![Vec::new()],
             lent: BTreeMap::new(),
             epoch: 0,
-            shares: Shares::new(shares, num_blocks),
-            ghosts: Ghosts::new(num_blocks),
+            shares: Shares::new(shares),
             now_ms: 0,
             last_reset_ms: 0,
             num_evictions: 0,
@@ -122,7 +121,7 @@ impl BlockPool {
     /// Usable blocks, whatever their state.
     #[inline]
     pub fn num_blocks(&self) -> u32 {
-        count(self.index.nodes.len() - 1)
+        self.index.num_blocks
     }
 
     /// Blocks that nobody holds and nothing can find.
@@ -216,6 +215,13 @@ impl BlockPool {
     /// What a published block follows.
     pub fn parent(&self, block: BlockId) -> Option<Parent> {
         self.index.parent(block)
+    }
+
+    /// Whether a block is published after `parent`, and under `hash` where one is given.
+    #[inline]
+    pub(super) fn follows(&self, block: BlockId, parent: Parent, hash: Option<u64>) -> bool {
+        let node = &self.index.nodes[block.index()];
+        node.parent == parent.number() && hash.is_none_or(|hash| hash == node.hash)
     }
 
     /// The tokens under which a block is published.
@@ -354,13 +360,17 @@ impl BlockPool {
         let mut free = std::mem::take(&mut self.free);
         for block in blocks {
             let node = &mut self.index.nodes[block.index()];
-            if node.num_tables == 1 && node.parent == 0 && !node.is_leased {
+            let is_last = node.num_tables == 1 && !node.is_leased;
+            if is_last && !node.is_published() {
                 node.num_tables = 0;
                 free.push(block);
+            } else if is_last && u32::from(node.fill_len) == self.block_size {
+                node.num_tables = 0;
+                self.park(block);
             } else {
                 self.release(block);
                 // A tail that a longer block begins with.
-                free.append(&mut self.free);
+                free.extend(self.free.pop());
             }
         }
         self.free = free;
@@ -382,7 +392,7 @@ impl BlockPool {
         );
         node.num_tables += 1;
         if !was_held {
-            self.idle.remove(block);
+            self.idle.remove(&mut self.index.nodes, block);
         }
     }
 

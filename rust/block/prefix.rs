@@ -11,6 +11,7 @@
 
 use super::flat::{FlatTable, prefetch};
 use super::hash::BlockHasher;
+use super::node::{Node, block_ids};
 use super::pool::count;
 use super::root::{RootId, Roots};
 use crate::ids::BlockId;
@@ -76,61 +77,27 @@ pub struct PrefixHit {
     pub is_resumed: bool,
 }
 
-/// A block: what the index knows of it, all zero while it is not published, and who holds it. Both lie together
-/// because both are asked for whenever a block changes hands; a node is half a cache line.
-#[derive(Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Node {
-    pub(super) hash: u64,
-    /// [`Parent::number`], 0 while the block is not published.
-    pub(super) parent: u32,
-    /// The top of the treap of its children, and its own place among its siblings, by block id; 0 is nobody.
-    pub(super) first_child: u32,
-    pub(super) left: u32,
-    pub(super) right: u32,
-    /// Number of tokens that the node stands for; a full block has `block_size`.
-    pub(super) fill_len: u16,
-    /// How many later requests came back to the block, up to the last class.
-    pub(super) num_turns: u8,
-    /// Whether a step under way, or a copy of another thread, reads the block.
-    pub(super) is_leased: bool,
-    /// Tables that hold the block.
-    pub(super) num_tables: u32,
-}
-
-impl Node {
-    /// Whether anybody keeps the block from being taken.
-    #[inline]
-    pub(super) fn is_held(&self) -> bool {
-        self.num_tables > 0 || self.is_leased
-    }
-
-    /// What is left of it when it is not published any more.
-    #[inline]
-    fn unpublished(self) -> Self {
-        Self {
-            is_leased: self.is_leased,
-            num_tables: self.num_tables,
-            ..Self::default()
-        }
-    }
-}
-
-/// Whether two blocks have the same tokens: line by line without a branch in between, since the comparison of arrays
-/// becomes a call, which costs more than comparing so few bytes.
+/// Whether two lines have the same tokens, without a branch in between.
 #[inline]
+fn are_equal_lines((one, other): (&[u32; LINE_TOKENS], &[u32; LINE_TOKENS])) -> bool {
+    let mut differing = 0;
+    for (one, other) in one.iter().zip(other) {
+        differing |= one ^ other;
+    }
+    differing == 0
+}
+
+/// Whether two blocks of the same length have the same tokens. The comparison of slices would be a call, which costs
+/// more than comparing so few bytes.
+#[expect(
+    clippy::inline_always,
+    reason = "the loop of a lookup, where a call costs as much as the work"
+)]
+#[inline(always)]
 fn are_equal(one: &[u32], other: &[u32]) -> bool {
-    let (lines, rest) = one.as_chunks::<LINE_TOKENS>();
-    let (other_lines, other_rest) = other.as_chunks::<LINE_TOKENS>();
-    let is_same_line = |(one, other): (&[u32; LINE_TOKENS], &[u32; LINE_TOKENS])| {
-        let differing = one
-            .iter()
-            .zip(other)
-            .fold(0, |bits, (one, other)| bits | (one ^ other));
-        differing == 0
-    };
-    lines.len() == other_lines.len()
-        && lines.iter().zip(other_lines).all(is_same_line)
-        && rest.iter().eq(other_rest)
+    let (lines, rest) = one.as_chunks();
+    let (other_lines, other_rest) = other.as_chunks();
+    lines.iter().zip(other_lines).all(are_equal_lines) && (rest.is_empty() || rest.iter().eq(other_rest))
 }
 
 /// All published blocks.
@@ -138,11 +105,10 @@ fn are_equal(one: &[u32], other: &[u32]) -> bool {
 pub(super) struct PrefixIndex {
     pub(super) hasher: BlockHasher,
     pub(super) table: FlatTable,
+    /// By block id. After those of the blocks come some that close the idle lists.
     pub(super) nodes: Vec<Node>,
+    pub(super) num_blocks: u32,
     pub(super) roots: Roots,
-    /// The sibling that a block hangs below in the treap of its parent's children, 0 for the one on top and for
-    /// whatever is not published. Apart from the nodes, because a lone child never needs it.
-    pub(super) above: Vec<u32>,
     /// Tokens of the published blocks, `block_size` to a block, after some padding: with it, blocks of 16 begin
     /// with a cache line.
     tokens: Vec<u32>,
@@ -152,16 +118,17 @@ pub(super) struct PrefixIndex {
 }
 
 impl PrefixIndex {
-    pub(super) fn new(hasher: BlockHasher, num_blocks: u32, block_size: u32) -> Self {
+    /// An index of `num_blocks` blocks and the null block, with `num_ends` more nodes for the idle lists.
+    pub(super) fn new(hasher: BlockHasher, num_blocks: u32, num_ends: usize, block_size: u32) -> Self {
         let num_nodes = num_blocks as usize + 1;
         let tokens = vec![0; (num_nodes * block_size as usize) + LINE_TOKENS];
         let padding = tokens.as_ptr().align_offset(LINE_TOKENS * size_of::<u32>());
         Self {
             hasher,
             table: FlatTable::new(num_blocks),
-            nodes: vec![Node::default(); num_nodes],
+            nodes: vec![Node::default(); num_nodes + num_ends],
+            num_blocks,
             roots: Roots::default(),
-            above: vec![0; num_nodes],
             tokens,
             padding: padding.min(LINE_TOKENS),
             shift: block_size.trailing_zeros(),
@@ -170,7 +137,7 @@ impl PrefixIndex {
 
     #[inline]
     pub(super) fn is_published(&self, block: BlockId) -> bool {
-        self.nodes[block.index()].parent != 0
+        self.nodes[block.index()].is_published()
     }
 
     /// The parent of a published block.
@@ -232,12 +199,6 @@ impl PrefixIndex {
         (before.num_common == len && len < tokens.len()).then_some(before.block)
     }
 
-    /// Turn class of a published block.
-    #[inline]
-    pub(super) fn class(&self, block: BlockId) -> usize {
-        self.nodes[block.index()].num_turns.into()
-    }
-
     /// Hash of the chain that ends with `parent`.
     #[inline]
     pub(super) fn chain_hash(&self, parent: Parent) -> u64 {
@@ -247,42 +208,44 @@ impl PrefixIndex {
         }
     }
 
-    /// The node with this hash, parent and tokens.
+    /// The node with this hash, parent (as a number) and tokens.
     #[expect(
         clippy::inline_always,
         reason = "the loop of a lookup, where a call costs as much as the work"
     )]
     #[inline(always)]
-    pub(super) fn find(&self, hash: u64, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
-        let parent = parent.number();
-        self.table.find(hash, |block| {
+    pub(super) fn find(&self, hash: u64, parent: u32, tokens: &[u32]) -> Option<BlockId> {
+        for block in self.table.candidates(hash) {
             let node = &self.nodes[block.index()];
-            node.hash == hash && node.parent == parent && are_equal(self.tokens(block), tokens)
-        })
+            let is_alike =
+                node.hash == hash && node.parent == parent && usize::from(node.fill_len) == tokens.len();
+            if is_alike && are_equal(&self.tokens[self.start(block)..][..tokens.len()], tokens) {
+                return Some(block);
+            }
+        }
+        None
     }
 
     /// Fills in the longest chain of nodes that matches the hashes, which are those of all full blocks.
     pub(super) fn probe(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
         hit.blocks.reserve(hit.hashes.len());
-        let mut parent = Parent::Root(root);
-        for (idx, block) in tokens.chunks_exact(1 << self.shift).enumerate() {
+        let mut parent = Parent::Root(root).number();
+        let blocks = tokens.chunks_exact(1 << self.shift);
+        for ((idx, &hash), block) in hit.hashes.iter().enumerate().zip(blocks) {
             if let Some(&ahead) = hit.hashes.get(idx + SLOT_AHEAD) {
                 self.table.prefetch(ahead);
             }
-            if let Some(candidate) = hit
-                .hashes
-                .get(idx + NODE_AHEAD)
-                .and_then(|&ahead| self.table.guess(ahead))
-            {
+            if let Some(&ahead) = hit.hashes.get(idx + NODE_AHEAD) {
+                let candidate = self.table.guess(ahead);
                 prefetch(&self.nodes, candidate.index());
                 prefetch(&self.tokens, self.start(candidate));
             }
-            let Some(found) = self.find(hit.hashes[idx], parent, block) else {
+            let Some(found) = self.find(hash, parent, block) else {
                 break;
             };
             hit.num_idle += u32::from(!self.nodes[found.index()].is_held());
             hit.blocks.push(found);
-            parent = Parent::Block(found);
+            parent = found.0;
         }
         hit.num_full = count(hit.blocks.len());
         hit.num_tokens = hit.num_full << self.shift;
@@ -320,12 +283,9 @@ impl PrefixIndex {
     /// Makes `block` a node. There must be no equal node.
     pub(super) fn insert(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[u32]) {
         let node = &mut self.nodes[block.index()];
-        *node = Node {
-            hash,
-            parent: parent.number(),
-            fill_len: u16::try_from(tokens.len()).expect("a block has at most 1024 tokens"),
-            ..node.unpublished()
-        };
+        node.hash = hash;
+        node.parent = parent.number();
+        node.fill_len = u16::try_from(tokens.len()).expect("a block has at most 1024 tokens");
         let start = self.start(block);
         self.tokens[start..start + tokens.len()].copy_from_slice(tokens);
         self.link(block, parent);
@@ -333,8 +293,10 @@ impl PrefixIndex {
     }
 
     /// Takes a leaf out of the index: hash entry, links and node go together.
+    #[inline]
     pub(super) fn remove(&mut self, block: BlockId) {
-        let node = self.nodes[block.index()];
+        let node = &self.nodes[block.index()];
+        let hash = node.hash;
         let parent = Parent::from_number(node.parent).expect("only a published block is unpublished");
         assert!(
             node.first_child == 0,
@@ -342,8 +304,8 @@ impl PrefixIndex {
             block.0
         );
         self.unlink(block, parent);
-        self.nodes[block.index()] = node.unpublished();
-        self.table.remove(node.hash, block);
+        self.nodes[block.index()].unpublish();
+        self.table.remove(hash, block);
         if let Parent::Root(root) = parent {
             self.roots.drop_if_unused(root);
         }
@@ -353,7 +315,6 @@ impl PrefixIndex {
     #[inline]
     pub(super) fn prefetch_node(&self, block: BlockId) {
         prefetch(&self.nodes, block.index());
-        prefetch(&self.above, block.index());
     }
 
     /// Fetches what [`Self::remove`] of a published block will touch beside its node.
@@ -362,17 +323,19 @@ impl PrefixIndex {
         let node = &self.nodes[block.index()];
         self.table.prefetch(node.hash);
         // What is not a block's number, a root's for instance, is no place among the nodes and fetches nothing.
-        for number in [node.parent, node.left, node.right, self.above[block.index()]] {
-            prefetch(&self.nodes, number as usize);
+        prefetch(&self.nodes, node.parent as usize);
+        if node.has_siblings() {
+            for number in [node.left, node.right, node.above] {
+                prefetch(&self.nodes, number as usize);
+            }
         }
     }
 
     /// Takes every node out. Roots that nobody holds go with them.
     pub(super) fn clear(&mut self) {
         self.table.clear();
-        self.above.fill(0);
         for node in &mut self.nodes {
-            *node = node.unpublished();
+            node.unpublish();
         }
         let roots: Vec<RootId> = self.roots.iter().map(|(id, _)| id).collect();
         for root in roots {
@@ -386,9 +349,12 @@ impl PrefixIndex {
         self.table.check()?;
         self.roots.check()?;
         let mut num_published = 0;
-        for (id, node) in (0..).map(BlockId).zip(&self.nodes) {
+        for id in block_ids(self.num_blocks) {
+            let node = &self.nodes[id.index()];
             let Some(parent) = Parent::from_number(node.parent) else {
-                if *node != node.unpublished() {
+                let mut unpublished = *node;
+                unpublished.unpublish();
+                if *node != unpublished {
                     return Err(format!("block {} was unpublished in part", id.0));
                 }
                 continue;
@@ -406,7 +372,7 @@ impl PrefixIndex {
         for (id, _) in self.roots.iter() {
             num_children += self.check_children(Parent::Root(id))?;
         }
-        for id in (0..count(self.nodes.len())).map(BlockId) {
+        for id in block_ids(self.num_blocks) {
             num_children += self.check_children(Parent::Block(id))?;
         }
         if num_children != num_published {
@@ -442,7 +408,7 @@ impl PrefixIndex {
         if hash != self.hasher.block(self.chain_hash(parent), tokens) {
             return Err(format!("block {} has a wrong hash", id.0));
         }
-        let found = self.find(hash, parent, tokens);
+        let found = self.find(hash, parent.number(), tokens);
         if found != Some(id) {
             return Err(format!("a search for block {} finds {found:?}", id.0));
         }

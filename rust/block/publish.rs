@@ -54,24 +54,25 @@ impl BlockPool {
         if !self.prefix_caching {
             return block;
         }
-        if let Some(canonical) = self.index.find(hash, parent, tokens) {
+        if let Some(canonical) = self.index.find(hash, parent.number(), tokens) {
             return canonical;
         }
         if self.partial_matching
             && self.index.first_child(parent).is_some()
             && let Some(beginning) = self.index.extended_by(parent, tokens)
-            && self.idle.contains(beginning)
+            && self.index.nodes[beginning.index()].is_idle()
         {
-            self.idle.remove(beginning);
+            self.idle.remove(&mut self.index.nodes, beginning);
             self.unpublish(beginning);
             self.free.push(beginning);
         }
         self.index.insert(block, parent, hash, tokens);
         let share = match parent {
             Parent::Root(root) => self.index.roots.get(root).share,
-            Parent::Block(parent) => self.shares.of_block(parent),
+            Parent::Block(parent) => self.index.nodes[parent.index()].share,
         };
-        self.shares.add(block, share);
+        self.index.nodes[block.index()].share = share;
+        self.shares.add(share);
         block
     }
 
@@ -84,8 +85,8 @@ impl BlockPool {
     /// Takes a leaf out of the index.
     #[inline]
     pub(super) fn unpublish(&mut self, block: BlockId) {
+        self.shares.remove(self.index.nodes[block.index()].share);
         self.index.remove(block);
-        self.shares.remove(block);
     }
 
     /// Makes a block that exactly one table holds private again, if no published block depends on it.
@@ -104,8 +105,8 @@ impl BlockPool {
     pub fn clear_prefix(&mut self) -> u32 {
         let num_published = self.num_published();
         for list in 0..self.idle.num_lists() {
-            while let Some(block) = self.idle.front(list) {
-                self.idle.remove(block);
+            while let Some(block) = self.idle.front(&self.index.nodes, list) {
+                self.idle.remove(&mut self.index.nodes, block);
                 self.free.push(block);
             }
         }
@@ -113,8 +114,8 @@ impl BlockPool {
             at_ms: self.now_ms,
             reason: Removal::Reset,
         };
-        for node in self.index.nodes.iter().filter(|node| node.parent != 0) {
-            self.ghosts.add(node.hash, evicted);
+        for node in self.index.nodes.iter().filter(|node| node.is_published()) {
+            self.index.table.leave_ghost(node.hash, evicted);
         }
         self.last_reset_ms = self.now_ms;
         self.index.clear();
@@ -158,7 +159,7 @@ impl BlockPool {
 
     /// When and why the block with this chained hash went, as far as that is remembered.
     pub fn evicted(&self, hash: u64) -> Option<Evicted> {
-        self.ghosts.find(hash)
+        self.index.table.ghost(hash)
     }
 
     /// How the shares stand: the common one first, then the named ones in their order.

@@ -4,10 +4,6 @@
 //! The floor is soft. While a tenant has no more published blocks than its floor, its idle blocks are taken
 //! only where no other idle block is left: floors decide who gives, never whether somebody gets.
 
-use crate::ids::BlockId;
-
-use super::turn::NUM_CLASSES;
-
 /// Shares that can be named, at most: every eviction looks at all of them.
 pub const MAX_SHARES: usize = 63;
 
@@ -36,27 +32,19 @@ pub struct ShareCounts {
     pub num_evictions: u64,
 }
 
-/// All shares, and which one every published block counts to.
+/// All shares. Which one a published block counts to is in its node.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Shares {
     /// The named ones, from index 1.
     named: Vec<Share>,
     pub(super) counts: Vec<ShareCounts>,
-    /// Empty where none are named.
-    of_block: Vec<u8>,
 }
 
 impl Shares {
-    pub(super) fn new(named: Vec<Share>, num_blocks: u32) -> Self {
+    pub(super) fn new(named: Vec<Share>) -> Self {
         assert!(named.len() <= MAX_SHARES, "there are {} shares", named.len());
-        let num_tracked = if named.is_empty() {
-            0
-        } else {
-            num_blocks as usize + 1
-        };
         Self {
             counts: vec![ShareCounts::default(); named.len() + 1],
-            of_block: vec![0; num_tracked],
             named,
         }
     }
@@ -76,43 +64,25 @@ impl Shares {
         place.map_or(0, |place| u8::try_from(place + 1).expect("few shares"))
     }
 
-    #[inline]
-    pub(super) fn of_block(&self, block: BlockId) -> u8 {
-        self.of_block.get(block.index()).copied().unwrap_or(0)
-    }
-
-    /// Index of the idle list of a block of a turn class.
-    #[inline]
-    pub(super) fn list(&self, block: BlockId, class: usize) -> usize {
-        usize::from(self.of_block(block)) * NUM_CLASSES + class
-    }
-
     /// A block was published.
     #[inline]
-    pub(super) fn add(&mut self, block: BlockId, share: u8) {
-        if let Some(of_block) = self.of_block.get_mut(block.index()) {
-            *of_block = share;
-            self.counts[usize::from(share)].num_published += 1;
-        }
+    pub(super) fn add(&mut self, share: u8) {
+        self.counts[usize::from(share)].num_published += 1;
     }
 
     /// A block is not published any more.
     #[inline]
-    pub(super) fn remove(&mut self, block: BlockId) {
-        if let Some(of_block) = self.of_block.get_mut(block.index()) {
-            let share = std::mem::take(of_block);
-            self.counts[usize::from(share)].num_published -= 1;
-        }
+    pub(super) fn remove(&mut self, share: u8) {
+        self.counts[usize::from(share)].num_published -= 1;
     }
 
-    /// An age as this share's weight makes it.
+    /// What ages are multiplied with to compare those of two shares.
     #[inline]
-    pub(super) fn weighted(&self, share: usize, age: u64) -> u64 {
-        match share.checked_sub(1) {
-            None if self.named.is_empty() => age,
-            None => age.saturating_mul(WEIGHT_ONE.into()),
-            Some(place) => age.saturating_mul(self.named[place].weight.into()),
-        }
+    pub(super) fn weight(&self, share: usize) -> u64 {
+        share
+            .checked_sub(1)
+            .map_or(WEIGHT_ONE, |place| self.named[place].weight)
+            .into()
     }
 
     /// Whether a share with so many published blocks gives before those within their floors do.
@@ -123,21 +93,18 @@ impl Shares {
             .is_none_or(|place| num_published > self.named[place].floor)
     }
 
+    /// Nothing is published any more.
     pub(super) fn clear(&mut self) {
-        self.of_block.fill(0);
         for counts in &mut self.counts {
             counts.num_published = 0;
         }
     }
 
-    /// Checks the counts against the blocks that are published.
-    pub(super) fn check(&self, published: impl Iterator<Item = BlockId>) -> Result<(), String> {
-        if self.named.is_empty() {
-            return Ok(());
-        }
+    /// Checks the counts against the shares of the blocks that are published.
+    pub(super) fn check(&self, published: impl Iterator<Item = u8>) -> Result<(), String> {
         let mut counted = vec![0; self.len()];
-        for block in published {
-            counted[usize::from(self.of_block(block))] += 1;
+        for share in published {
+            counted[usize::from(share)] += 1;
         }
         let reported: Vec<u32> = self.counts.iter().map(|counts| counts.num_published).collect();
         if counted == reported {

@@ -99,7 +99,7 @@ impl PrefixIndex {
     /// Most have no siblings.
     #[inline]
     pub(super) fn link(&mut self, block: BlockId, parent: Parent) {
-        let top = self.target_mut(Link::Top(parent));
+        let top = self.top_mut(parent);
         if *top == 0 {
             *top = block.0;
         } else {
@@ -137,18 +137,15 @@ impl PrefixIndex {
     /// Takes a node out from among its siblings.
     #[inline]
     pub(super) fn unlink(&mut self, block: BlockId, parent: Parent) {
-        let node = &self.nodes[block.index()];
-        let is_lone = node.left | node.right == 0;
-        let top = self.target_mut(Link::Top(parent));
-        if is_lone && *top == block.0 {
-            *top = 0;
-        } else {
+        if self.nodes[block.index()].has_siblings() {
             self.unlink_among(block, parent);
+        } else {
+            *self.top_mut(parent) = 0;
         }
     }
 
     fn unlink_among(&mut self, block: BlockId, parent: Parent) {
-        let above = std::mem::take(&mut self.above[block.index()]);
+        let above = self.nodes[block.index()].above;
         let mut at = match above {
             0 => Link::Top(parent),
             _ if self.target(Link::Left(above)) == block.0 => Link::Left(above),
@@ -175,7 +172,7 @@ impl PrefixIndex {
     fn hang(&mut self, at: Link, node: u32) {
         *self.target_mut(at) = node;
         if node != 0 {
-            self.above[node as usize] = at.holder();
+            self.nodes[node as usize].above = at.holder();
         }
     }
 
@@ -196,10 +193,16 @@ impl PrefixIndex {
     }
 
     #[inline]
+    fn top_mut(&mut self, parent: Parent) -> &mut u32 {
+        match parent {
+            Parent::Root(root) => &mut self.roots.get_mut(root).first_child,
+            Parent::Block(block) => &mut self.nodes[block.index()].first_child,
+        }
+    }
+
     fn target_mut(&mut self, link: Link) -> &mut u32 {
         match link {
-            Link::Top(Parent::Root(root)) => &mut self.roots.get_mut(root).first_child,
-            Link::Top(Parent::Block(block)) => &mut self.nodes[block.index()].first_child,
+            Link::Top(parent) => self.top_mut(parent),
             Link::Left(node) => &mut self.nodes[node as usize].left,
             Link::Right(node) => &mut self.nodes[node as usize].right,
         }
@@ -244,7 +247,7 @@ impl PrefixIndex {
                 if self.priority(child) > self.priority(block.0) {
                     return Err(format!("block {child} hangs below block {}, not above", block.0));
                 }
-                if self.above[child as usize] != block.0 {
+                if self.nodes[child as usize].above != block.0 {
                     return Err(format!(
                         "block {child} does not know that it hangs below block {}",
                         block.0
@@ -253,11 +256,9 @@ impl PrefixIndex {
             }
         }
         let top = self.target(Link::Top(parent));
-        if self.above[top as usize] != 0 {
-            return Err(format!(
-                "block {top} is on top and hangs below block {}",
-                self.above[top as usize]
-            ));
+        let above = self.nodes[top as usize].above;
+        if above != 0 {
+            return Err(format!("block {top} is on top and hangs below block {above}"));
         }
         for pair in in_order.windows(2) {
             if self.tokens(pair[0]) >= self.tokens(pair[1]) {

@@ -125,15 +125,16 @@ impl BlockTable {
     /// forgotten.
     pub fn adopt(&mut self, pool: &mut BlockPool, hit: &PrefixHit, num_blocks: u32) {
         assert!(self.is_empty(), "a hit was adopted into a table that has blocks");
+        let adopted = &hit.blocks[..num_blocks as usize];
+        let full = &hit.hashes[..hit.num_full as usize];
         let mut parent = Parent::Root(self.live_root());
-        for (idx, &block) in (0..).zip(&hit.blocks[..num_blocks as usize]) {
-            let same = idx >= hit.num_full || pool.hash(block) == hit.hashes[idx as usize];
-            let current = same && pool.parent(block) == Some(parent);
-            assert!(current, "block {} of the hit has been evicted", block.0);
+        for (idx, &block) in adopted.iter().enumerate() {
+            let is_current = pool.follows(block, parent, full.get(idx).copied());
+            assert!(is_current, "block {} of the hit has been evicted", block.0);
             pool.reuse(block, !hit.is_resumed);
-            self.blocks.push(block);
             parent = Parent::Block(block);
         }
+        self.blocks.extend_from_slice(adopted);
         self.num_published = num_blocks;
         self.epoch = pool.epoch();
     }
