@@ -226,7 +226,9 @@ impl Scheduler {
             });
         }
         Self::check_candidates(&oldest.beams, candidates)?;
-        let step = self.steps.pop().expect("it was just looked at");
+        let Some(step) = self.steps.pop() else {
+            return Err(StepError::NotInFlight { step_id });
+        };
         states.clear();
         states.reserve(rows);
         let num_changes = self.queues.num_changes();

@@ -259,9 +259,9 @@ fn a_failed_step_voids_what_depends_on_it_and_nothing_else() {
 fn a_session_keeps_what_was_computed_when_it_ended() {
     let prompt = prompt(2, 9);
     let (whole, _) = expected(&prompt, &steadily(20), 0);
-    for at in 0..8 {
+    for &end in &whole[..8] {
         let params = SamplingParams {
-            stop_token_ids: vec![whole[at]],
+            stop_token_ids: vec![end],
             ..steadily(20)
         };
         let mut simulator = Simulator::overlapped(sizes_with_holds(40, 4, 20));
