@@ -1,8 +1,8 @@
 //! Rotary position embedding of queries and keys, and the write of keys and values into the cache, in one pass.
 //!
 //! The convention is that of Llama in the transformers library: of the first `rot` elements of a head, element i is
-//! paired with element i + rot / 2, and both are rotated by the angle of the token's position. The caller is the
-//! binding of `rope_cache`.
+//! paired with element i + rot / 2, and both are rotated by the angle of the token's position. The callers are the
+//! binding of `rope_cache`, and `layer`.
 
 #![expect(
     clippy::inline_always,
