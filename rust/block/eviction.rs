@@ -151,7 +151,7 @@ impl BlockPool {
 
     /// Puts a published block that nobody holds any more on the list of its class. What a longer block begins
     /// with needs no block of its own.
-    #[inline]
+    #[inline(never)]
     pub(super) fn retire(&mut self, block: BlockId) {
         if self.index.is_partial(block) && self.index.is_extended(block) {
             self.unpublish(block);
