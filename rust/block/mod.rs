@@ -53,6 +53,7 @@ mod root;
 mod share;
 mod siblings;
 mod table;
+mod tier;
 mod turn;
 
 pub use config::{Eviction, PoolConfig};
@@ -64,3 +65,4 @@ pub use publish::Closest;
 pub use root::{Namespace, RootId};
 pub use share::{MAX_SHARES, Share, ShareCounts, WEIGHT_ONE};
 pub use table::{BlockTable, OutOfBlocks};
+pub use tier::{HostLease, HostPool};

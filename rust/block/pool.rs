@@ -186,6 +186,12 @@ impl BlockPool {
         self.index.nodes[block.index()].num_tables + self.num_leases(block) + self.num_lent(block)
     }
 
+    /// Tables that hold the block.
+    #[inline]
+    pub(super) fn num_tables(&self, block: BlockId) -> u32 {
+        self.index.nodes[block.index()].num_tables
+    }
+
     /// Whether a table or a copy holds the block.
     #[inline]
     pub(super) fn is_held(&self, block: BlockId) -> bool {

@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::config::CoreConfig;
+use crate::config::{CoreConfig, HostTier};
 use crate::ids::{BlockId, RequestId};
 use crate::sched::{BeamResult, BeamRows, HoldRequest, Scheduler, StepHeader as Header};
 
@@ -55,6 +55,10 @@ impl StepHeader {
         self.0.num_copies
     }
     #[getter]
+    const fn num_swaps(&self) -> u32 {
+        self.0.num_swaps
+    }
+    #[getter]
     const fn num_ended(&self) -> u32 {
         self.0.num_ended
     }
@@ -83,7 +87,7 @@ impl Core {
     #[pyo3(signature = (
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
         enable_prefix_caching=true, partial_matching=true, eviction="turn",
-        tenants=Vec::new(), max_pinned_blocks=None, max_queued_requests=4096
+        tenants=Vec::new(), max_pinned_blocks=None, max_queued_requests=4096, num_host_blocks=0, swap_costs=None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -102,7 +106,21 @@ impl Core {
         tenants: Vec<explain::Tenant>,
         max_pinned_blocks: Option<u32>,
         max_queued_requests: u32,
+        num_host_blocks: u32,
+        swap_costs: Option<(u32, u32)>,
     ) -> PyResult<Self> {
+        let host = HostTier {
+            num_blocks: num_host_blocks,
+            ..HostTier::default()
+        };
+        let host = match swap_costs {
+            None => host,
+            Some((compute_token_ns, move_block_ns)) => HostTier {
+                compute_token_ns,
+                move_block_ns,
+                ..host
+            },
+        };
         let config = CoreConfig {
             num_blocks,
             block_size,
@@ -116,6 +134,7 @@ impl Core {
             tenants: tenants.into_iter().map(explain::share).collect(),
             max_pinned_blocks: max_pinned_blocks.unwrap_or(0),
             max_queued_requests,
+            host,
         };
         let config = match max_pinned_blocks {
             None => config.with_default_pin_budget(),
@@ -221,6 +240,10 @@ impl Core {
             sequence.set_item(
                 "blocks",
                 view.blocks.iter().map(|block| block.0).collect::<Vec<u32>>(),
+            )?;
+            sequence.set_item(
+                "host_blocks",
+                view.host_blocks.iter().map(|block| block.0).collect::<Vec<u32>>(),
             )?;
             sequences.append(sequence)?;
         }

@@ -18,6 +18,7 @@ impl Scheduler {
         self.check_queues()?;
         self.check_tables()?;
         self.check_beams()?;
+        self.check_swapped()?;
         self.check_requests()
     }
 

@@ -66,6 +66,7 @@ impl Scheduler {
             tokens,
             num_computed: 0,
             table: None,
+            swapped: None,
             pending_forks: request.params.n - 1,
             is_beam: false,
             num_computed_before: 0,

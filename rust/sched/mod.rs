@@ -41,6 +41,7 @@ mod scheduler;
 mod sequence;
 mod slab;
 mod step;
+mod swap;
 
 pub use beam_rows::{BeamResult, BeamRows};
 pub use beam_search::{BeamParams, EarlyStopping, Hypothesis};

@@ -1,6 +1,6 @@
 //! What can be seen from outside: counters after every step, sequences on demand.
 
-use crate::ids::{BlockId, RequestId};
+use crate::ids::{BlockId, HostBlockId, RequestId};
 
 use super::explain::Explanation;
 use super::scheduler::Scheduler;
@@ -17,6 +17,7 @@ pub struct SequenceView {
     pub num_computed: u32,
     pub num_preemptions: u32,
     pub blocks: Vec<BlockId>,
+    pub host_blocks: Vec<HostBlockId>,
 }
 
 /// What a share's requests did, since start.
@@ -79,6 +80,10 @@ impl Scheduler {
                     .table
                     .as_ref()
                     .map_or_else(Vec::new, |table| table.blocks().to_vec()),
+                host_blocks: sequence
+                    .swapped
+                    .as_ref()
+                    .map_or_else(Vec::new, |swapped| swapped.lease.blocks().to_vec()),
             })
             .collect()
     }
@@ -102,6 +107,8 @@ impl Scheduler {
         self.stats.blocks_pin_budget = self.holds.budget().into();
         self.stats.num_pins = self.holds.num_pins() as u64;
         self.stats.num_sessions = self.holds.num_sessions() as u64;
+        self.stats.host_blocks_total = self.host.num_blocks().into();
+        self.stats.host_blocks_used = self.host.num_used().into();
         self.edge.shared.stats.publish(&self.stats);
     }
 

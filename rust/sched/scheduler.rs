@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use crate::block::{BlockPool, PoolConfig, PrefixHit};
+use crate::block::{BlockPool, HostPool, PoolConfig, PrefixHit};
 use crate::config::{CoreConfig, MAX_ENDED_PER_STEP};
 use crate::error::{InvalidConfig, StepError};
 use crate::ids::{BlockId, RequestId};
@@ -25,11 +25,13 @@ use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
 use super::step::{self, Ended, Part, ROW_WORDS, StepHeader, Writer};
+use super::swap::Swap;
 
 /// The owner of all cache state. Plain `&mut`: one thread drives it.
 pub struct Scheduler {
     pub(super) config: CoreConfig,
     pub(super) pool: BlockPool,
+    pub(super) host: HostPool,
     pub(super) sequences: Slab<Sequence>,
     pub(super) requests: LiveRequests,
     /// What the groups of beams have beside their sequences.
@@ -47,6 +49,8 @@ pub struct Scheduler {
     /// The step being built, or in flight.
     pub(super) scheduled: Vec<Scheduled>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
+    /// Blocks that move between device and host in the step that is being built.
+    pub(super) swaps: Vec<Swap>,
     pub(super) ended: VecDeque<Ended>,
     /// The section `rows` of the step in flight.
     pub(super) rows: Vec<[i32; ROW_WORDS]>,
@@ -95,6 +99,7 @@ impl Scheduler {
             stats: StatsCell::new(),
         });
         let mut scheduler = Self {
+            host: HostPool::new(config.host.num_blocks),
             config,
             pool,
             sequences: Slab::new(),
@@ -109,6 +114,7 @@ impl Scheduler {
             model_epoch: 0,
             scheduled: Vec::new(),
             copies: Vec::new(),
+            swaps: Vec::new(),
             ended: VecDeque::new(),
             rows: Vec::new(),
             events: None,
@@ -166,6 +172,7 @@ impl Scheduler {
         }
         self.scheduled.clear();
         self.copies.clear();
+        self.swaps.clear();
         self.resume_beams();
         self.step_id += 1;
         let mut budget = Budget {
@@ -183,11 +190,12 @@ impl Scheduler {
         let header = self.write(arena, num_decodes);
         self.in_flight = header.num_tokens > 0;
         let is_step = self.in_flight || header.num_ended > 0;
+        if !self.in_flight {
+            self.forget_swaps();
+            self.pool.end_step();
+        }
         if !is_step {
             self.step_id -= 1;
-        }
-        if !self.in_flight {
-            self.pool.end_step();
         }
         self.count_wasted_slots();
         self.publish_stats();
@@ -263,6 +271,7 @@ impl Scheduler {
         for request in failed {
             self.end_request(request, FinishReason::Error);
         }
+        self.forget_swaps();
         self.end_step();
         self.count_wasted_slots();
         self.publish_stats();
@@ -285,6 +294,7 @@ impl Scheduler {
     fn end_step(&mut self) {
         self.scheduled.clear();
         self.pool.end_step();
+        self.host.end_step(self.step_id);
         self.in_flight = false;
     }
 
@@ -376,6 +386,7 @@ impl Scheduler {
         let count = |len: usize| u32::try_from(len).expect("step counts fit");
         let block_size = self.config.block_size;
         let beam_rows = self.beam_rows();
+        self.order_swaps();
         let header = StepHeader {
             step_id: self.step_id,
             num_tokens: self.scheduled.iter().map(|part| part.num_tokens).sum(),
@@ -383,6 +394,7 @@ impl Scheduler {
             num_decodes,
             num_rows: self.scheduled.iter().map(|part| part.num_rows).sum(),
             num_copies: count(self.copies.len()),
+            num_swaps: count(self.swaps.len()),
             num_ended: count(num_ended),
             num_beam_rows: count(beam_rows.len()),
         };
@@ -411,7 +423,12 @@ impl Scheduler {
             writer.part(&part);
         }
         self.report_ended(num_ended);
-        let rows = writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
+        let rows = writer.finish(
+            &self.copies,
+            &self.swaps,
+            self.ended.drain(..num_ended),
+            &beam_rows,
+        );
         self.rows.clear();
         self.rows.extend_from_slice(rows);
         self.stats.copies += self.copies.len() as u64;
