@@ -37,9 +37,9 @@ _SECTIONS = (
     "beams",
 )
 # Sections that are tables, with their number of columns.
-_COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4, "beams": 2}
+_COLUMNS = {"sampling": 9, "copies": 2, "swaps": 3, "rows": 4, "ended": 4, "beams": 2}
 # Sections that `StepBatch` holds as they are. The rest is decoded, or stays on the host.
-_TENSORS = set(_SECTIONS) - {"sampling", "swaps", "rows", "ended"}
+_TENSORS = set(_SECTIONS) - {"sampling", "rows", "ended"}
 
 
 class SamplingRows:
@@ -148,6 +148,7 @@ class StepBatch:
     sample_rows: Tensor  # [R]; index of the token whose logits are sampled; may repeat
     sampling: SamplingRows  # R rows
     copies: Tensor  # [C, 2]; (source, destination), to be done before anything is written
+    swaps: Tensor  # [W, 3]; (0 to the host, 1 from it; block; host block); those to the host come first
     beams: Tensor  # [B, 2]; (row that belongs to a beam, candidates wanted of it)
     num_decodes: int
     prepared: dict[str, Any] = field(default_factory=dict)  # what a backend made of the step, by its name

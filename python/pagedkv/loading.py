@@ -14,7 +14,7 @@ from pagedkv import __version__, _core
 from pagedkv.config import EngineConfig, poison_requested
 from pagedkv.engine import Engine
 from pagedkv.front import Front
-from pagedkv.kv_cache import KVCache
+from pagedkv.kv_cache import HostCache, KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
 from pagedkv.ops import choose
@@ -27,10 +27,13 @@ from pagedkv.plan import (
     format_bytes,
     free_memory,
     gpu_budget,
+    host_blocks,
     plan_pool,
 )
 from pagedkv.request import Limits
 from pagedkv.runner import ModelRunner
+from pagedkv.swap import HostSwap
+from pagedkv.swap_costs import measure
 from pagedkv.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagedkv")
@@ -64,6 +67,8 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     plan = plan_memory(config, loaded, device)
     kv_cache = _allocate(config, loaded, plan, device)
     eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
+    runner = ModelRunner(loaded, kv_cache, ops, device, _make_swap(config, loaded, kv_cache, device))
+    costs = measure(runner, max_num_tokens=min(config.max_num_batched_tokens, plan.max_model_len - 1))
     core = _core.Core(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -74,11 +79,13 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
         enable_prefix_caching=config.enable_prefix_caching,
         tenants=[tenant.core_option for tenant in config.named_tenants],
         max_pinned_blocks=config.max_pinned_blocks,
+        num_host_blocks=0 if runner.swap is None else runner.swap.num_blocks,
+        swap_costs=costs,
     )
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
     front = Front(core.edge, tokenizer, config, model_config, limits, seed)
-    return Engine(core, ModelRunner(loaded, kv_cache, ops, device)), front
+    return Engine(core, runner), front
 
 
 def choose_device(device: str) -> torch.device:
@@ -177,6 +184,37 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
             f"{plan.num_blocks} blocks of {config.block_size} tokens cannot be allocated, choose fewer with "
             f"num_blocks or kv_memory: {first_line}"
         ) from error
+
+
+def _make_swap(
+    config: EngineConfig, model: LoadedModel, kv_cache: KVCache, device: torch.device
+) -> HostSwap | None:
+    """Makes room in host memory for preempted sequences, and says so. None where there is to be none."""
+    per_block = block_bytes(model.config.kv_bytes_per_token(model.dtype), config.block_size)
+    computes_on_gpu = device.type == "cuda"
+    free = free_memory()
+    if not computes_on_gpu:
+        # The pool's memory is not touched yet, and so looks free.
+        free = max(0, free - (kv_cache.num_blocks + 1) * per_block)
+    num_blocks = host_blocks(
+        config.swap_bytes, bytes_per_block=per_block, free_bytes=free, computes_on_gpu=computes_on_gpu
+    )
+    if num_blocks == 0:
+        return None
+    try:
+        host_cache = HostCache(kv_cache, num_blocks, poison=poison_requested())
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{format_bytes(num_blocks * per_block)} of host memory cannot be had for preempted sequences, "
+            f"choose less with swap_space: {first_line}"
+        ) from error
+    logger.info(
+        "%s of host memory hold %d blocks of preempted sequences",
+        format_bytes(num_blocks * per_block),
+        num_blocks,
+    )
+    return HostSwap(kv_cache, host_cache, device)
 
 
 def _free_bytes(device: torch.device) -> int:

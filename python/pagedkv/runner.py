@@ -18,6 +18,7 @@ from pagedkv.candidates import likeliest
 from pagedkv.events import RowLogprobs
 from pagedkv.kv_cache import KVCache
 from pagedkv.ops import Ops
+from pagedkv.swap import HostSwap
 
 if TYPE_CHECKING:
     from pagedkv.models import LoadedModel
@@ -42,10 +43,18 @@ class ModelRunner:
         before_layer: called before each layer of a forward pass, to show that it goes on; it must be cheap.
     """
 
-    def __init__(self, model: "LoadedModel", kv_cache: KVCache, ops: Ops, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: "LoadedModel",
+        kv_cache: KVCache,
+        ops: Ops,
+        device: torch.device,
+        swap: HostSwap | None = None,
+    ) -> None:
         self.model = model.model
         self.kv_cache = kv_cache
         self.ops = ops
+        self.swap = swap
         self.device = device
         self.before_layer: Callable[[], None] | None = None
 
@@ -58,9 +67,7 @@ class ModelRunner:
     def run(self, header: StepHeader, arena: NDArray[np.int32]) -> StepResult:
         """Computes one step. Raises whatever the model or the device raises."""
         batch = StepBatch.from_arena(torch.from_numpy(arena), header.num_decodes, self.device)
-        if header.num_copies:
-            # All copies come first: a block that is written in this step may be the source of one.
-            self.ops.copy_blocks(self.kv_cache.layers, batch.copies)
+        self._move_blocks(header, batch)
         logits = self.model(batch, self.kv_cache, self.ops, self.before_layer)
         if header.num_rows == 0:
             if self.device.type == "cuda":
@@ -74,6 +81,18 @@ class ModelRunner:
         logprobs = self._logprobs(logits, tokens, batch)
         candidates = self._candidates(logits, batch) if header.num_beam_rows else None
         return StepResult(tokens.to("cpu", torch.int32).numpy(), logprobs, candidates)
+
+    def _move_blocks(self, header: StepHeader, batch: StepBatch) -> None:
+        """Makes the copies, and the moves from and to the host, which surround them.
+
+        All that comes first: a block that is written in this step may be the source of a copy or a move.
+        """
+        if self.swap is not None and header.num_swaps_out + header.num_swaps_in:
+            self.swap.start(self.ops, batch.swaps, header.num_swaps_out)
+        if header.num_copies:
+            self.ops.copy_blocks(self.kv_cache.layers, batch.copies)
+        if self.swap is not None and header.num_swaps_in:
+            self.swap.finish(self.ops)
 
     def probe(self) -> None:
         """Raises if the device computes no more. A GPU that met an illegal access never does again."""

@@ -55,8 +55,12 @@ impl StepHeader {
         self.0.num_copies
     }
     #[getter]
-    const fn num_swaps(&self) -> u32 {
-        self.0.num_swaps
+    const fn num_swaps_out(&self) -> u32 {
+        self.0.num_swaps_out
+    }
+    #[getter]
+    const fn num_swaps_in(&self) -> u32 {
+        self.0.num_swaps_in
     }
     #[getter]
     const fn num_ended(&self) -> u32 {

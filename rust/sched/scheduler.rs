@@ -386,7 +386,7 @@ impl Scheduler {
         let count = |len: usize| u32::try_from(len).expect("step counts fit");
         let block_size = self.config.block_size;
         let beam_rows = self.beam_rows();
-        self.order_swaps();
+        let num_swaps_out = self.order_swaps();
         let header = StepHeader {
             step_id: self.step_id,
             num_tokens: self.scheduled.iter().map(|part| part.num_tokens).sum(),
@@ -394,7 +394,8 @@ impl Scheduler {
             num_decodes,
             num_rows: self.scheduled.iter().map(|part| part.num_rows).sum(),
             num_copies: count(self.copies.len()),
-            num_swaps: count(self.swaps.len()),
+            num_swaps_out: count(num_swaps_out),
+            num_swaps_in: count(self.swaps.len() - num_swaps_out),
             num_ended: count(num_ended),
             num_beam_rows: count(beam_rows.len()),
         };

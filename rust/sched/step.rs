@@ -91,8 +91,10 @@ pub struct StepHeader {
     pub num_rows: u32,
     /// C.
     pub num_copies: u32,
-    /// W.
-    pub num_swaps: u32,
+    /// Blocks that move to the host. W is the sum of both.
+    pub num_swaps_out: u32,
+    /// Blocks that come back from it.
+    pub num_swaps_in: u32,
     /// E.
     pub num_ended: u32,
     /// B.
@@ -268,7 +270,7 @@ impl<'a> Writer<'a> {
             header.num_sequences,
             header.num_rows,
             header.num_copies,
-            header.num_swaps,
+            header.num_swaps_out + header.num_swaps_in,
             header.num_ended,
             header.num_beam_rows,
         ]

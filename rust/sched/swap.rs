@@ -147,10 +147,12 @@ impl Scheduler {
         }
     }
 
-    /// Puts the moves to the host first, as the arena has them. (No step has moves both ways, as long as nobody is
-    /// admitted to a step that preempts.)
-    pub(super) fn order_swaps(&mut self) {
+    /// Puts the moves to the host first, as the arena has them, and returns how many these are. (No step has moves both
+    /// ways, as long as nobody is admitted to a step that preempts.)
+    pub(super) fn order_swaps(&mut self) -> usize {
         self.swaps.sort_by_key(|swap| swap.direction);
+        self.swaps
+            .partition_point(|swap| swap.direction == Direction::ToHost)
     }
 
     /// Takes the moves of a step that did not come to an end as not made.

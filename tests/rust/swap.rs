@@ -224,7 +224,7 @@ fn the_moves_of_a_failed_step_were_not_made() {
         simulator.step();
     }
     let header = simulator.fail().unwrap();
-    assert!(header.num_swaps > 0);
+    assert!(header.num_swaps_out > 0 && header.num_swaps_in == 0);
     assert_eq!(
         (stats(&simulator).num_swapped, stats(&simulator).host_blocks_used),
         (0, 0)
@@ -241,14 +241,13 @@ fn a_failed_step_that_brings_blocks_in_loses_its_own_requests_alone() {
     let mut simulator = Simulator::new(tight(32));
     let ids = until_swapped(&mut simulator);
     while stats(&simulator).num_running == 1 {
-        let arena_has_swaps = simulator.step().is_some_and(|header| header.num_swaps > 0);
-        assert!(!arena_has_swaps || stats(&simulator).num_swapped == 0);
+        simulator.step().expect("the first request runs");
         if !simulator.ended.is_empty() {
             break;
         }
     }
     let header = simulator.fail().unwrap();
-    assert!(header.num_swaps > 0, "the second request comes back");
+    assert!(header.num_swaps_in > 0, "the second request comes back");
     simulator.run(1000);
     assert_eq!(simulator.ended[&(ids[1], 0)], 4);
     simulator.assert_complete((ids[0], 0), &prompt(1, PROMPT_LEN), &params());

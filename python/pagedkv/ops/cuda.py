@@ -256,16 +256,43 @@ class CudaOps:
         if len(copies) == 0 or len(kv_caches) == 0:
             return
         caches = [cache for pair in kv_caches for cache in pair]
-        addresses = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64)
-        addresses = addresses.to(copies.device)
+        self._copy(caches, caches, copies)
+
+    def swap_blocks(
+        self,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        host_caches: Sequence[tuple[Tensor, Tensor]],
+        pairs: Tensor,
+        *,
+        to_host: bool,
+    ) -> None:
+        """See `pagedkv.ops.Ops.swap_blocks`. The GPU reads and writes pinned memory where it lies."""
+        if len(pairs) == 0 or len(kv_caches) == 0:
+            return
+        caches, host = ([cache for pair in side for cache in pair] for side in (kv_caches, host_caches))
+        for cache in host:
+            if cache.shape[1:] != caches[0].shape[1:] or cache.dtype != caches[0].dtype:
+                given = f"{list(cache.shape)} of {cache.dtype}"
+                allowed = f"blocks like {list(caches[0].shape)} of {caches[0].dtype}"
+                raise ValueError(f"a cache of host memory is {given}, allowed: {allowed}")
+        if to_host:
+            self._copy(caches, host, pairs.contiguous())
+        else:
+            self._copy(host, caches, pairs.flip(1))
+
+    def _copy(self, sources: Sequence[Tensor], destinations: Sequence[Tensor], copies: Tensor) -> None:
+        """Copies blocks of each source to the destination at the same place: i32 [C, 2] on the GPU."""
+        addresses = [cache.data_ptr() for caches in (sources, destinations) for cache in caches]
+        placed = torch.tensor(addresses, dtype=torch.int64).to(copies.device)
         self._launch(
             COPY_BLOCKS,
-            (len(copies), len(caches)),
+            (len(copies), len(sources)),
             256,
             0,
-            caches=addresses.data_ptr(),
+            sources=placed.data_ptr(),
+            destinations=placed[len(sources) :].data_ptr(),
             copies=copies.data_ptr(),
-            block_bytes=caches[0].stride(0) * caches[0].element_size(),
+            block_bytes=sources[0].stride(0) * sources[0].element_size(),
         )
 
     def paged_attention(
