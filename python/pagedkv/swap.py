@@ -24,7 +24,9 @@ class HostSwap:
         self.num_blocks = host_cache.num_blocks
         self._layers = kv_cache.layers
         self._host_layers = host_cache.layers
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._incoming: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
 
