@@ -53,6 +53,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
+    overlap: bool | None
     tenants: Tenants
     kv_memory: int | str | None
     num_blocks: int | None
@@ -103,6 +104,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens computed in a step, of all sequences together.
         enable_prefix_caching: whether the blocks of a prompt are found again by later prompts.
+        overlap: whether the next step is prepared while the device computes. Answers do not depend on it. None:
+            on a GPU it is; a CPU gains nothing by it, since it is the one that prepares.
         tenants: who has a share of the cache of its own: a list of `Tenant`, or the path of a JSON file with
             one. Held as a tuple.
         kv_memory: bytes for the cache, as a number or as "2GiB", "512MiB". None: on a CPU a quarter of the
@@ -125,6 +128,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
+    overlap: bool | None = None
     tenants: Tenants = ()
     kv_memory: int | str | None = None
     num_blocks: int | None = None
@@ -145,6 +149,8 @@ class EngineConfig:
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise _refusal("device", self.device, "auto, cpu, cuda or cuda:<number>")
         check_bool(_invalid, "enable_prefix_caching", self.enable_prefix_caching, "True or False")
+        if self.overlap is not None:
+            check_bool(_invalid, "overlap", self.overlap, "True, False or None")
         object.__setattr__(self, "tenants", read_tenants(self.tenants))
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE, "a power of two in 1..256")
         if self.block_size & (self.block_size - 1):
@@ -239,6 +245,7 @@ _HELP: Final = {
     "max_num_seqs": "sequences that run at a time (default: 256)",
     "max_num_batched_tokens": "tokens computed in a step (default: 2048)",
     "enable_prefix_caching": "find the blocks of earlier prompts again (default: on)",
+    "overlap": "prepare the next step while the device computes (default: on a GPU)",
     "tenants": "JSON file: a list of tenants with name, cache_salt or api_key, min_blocks, eviction_weight",
     "kv_memory": "memory of the cache: bytes, 512MiB, 2GiB (default: a quarter of the free, at most 4GiB)",
     "num_blocks": "usable cache blocks, exactly; wins over --kv-memory",
@@ -256,7 +263,7 @@ def add_cli_options(parser: argparse.ArgumentParser) -> None:
         flag = "--" + field.name.replace("_", "-")
         # The default is None for all of them, so that `from_cli` can tell what was given from what was not.
         settings: dict[str, Any] = {"dest": field.name, "default": None, "help": _HELP[field.name]}
-        if field.type is bool:
+        if bool in (field.type, *get_args(field.type)):
             settings["action"] = argparse.BooleanOptionalAction
         elif field.name == "dtype":
             settings["choices"] = DTYPES

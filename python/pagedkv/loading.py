@@ -85,7 +85,8 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
     front = Front(core.edge, tokenizer, config, model_config, limits, seed)
-    return Engine(core, runner), front
+    overlap = device.type == "cuda" if config.overlap is None else config.overlap
+    return Engine(core, runner, overlap=overlap), front
 
 
 def choose_device(device: str) -> torch.device:

@@ -1,11 +1,11 @@
 """One step on tensors: copies of blocks, the forward pass, sampling, log-probabilities.
 
 The runner owns the model, the cache tensors and the choice of operations. It takes the arena that the core
-wrote and gives back numbers; it decides nothing.
+wrote and gives back numbers; it decides nothing. A step is launched, and asked for its result later.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagedkv._core import StepHeader
-from pagedkv.batch import StepBatch
+from pagedkv.batch import StepBatch, arena_section
 from pagedkv.candidates import likeliest
 from pagedkv.events import RowLogprobs
 from pagedkv.kv_cache import KVCache
@@ -34,6 +34,17 @@ class StepResult:
     tokens: NDArray[np.int32]
     logprobs: RowLogprobs | None
     candidates: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that was enqueued. It needs the arena no more."""
+
+    known: StepResult
+
+    def result(self) -> StepResult:
+        """Waits for what was sampled. Raises whatever the device raises."""
+        return self.known
 
 
 class ModelRunner:
@@ -57,6 +68,8 @@ class ModelRunner:
         self.swap = swap
         self.device = device
         self.before_layer: Callable[[], None] | None = None
+        # Tokens of the step launched last, for the next one, which may be launched before they are known.
+        self._sampled = torch.empty(0, dtype=torch.int64, device=device)
 
     def new_arena(self, num_words: int) -> NDArray[np.int32]:
         """An arena for the core to write into; pinned where a GPU is to copy from it."""
@@ -64,9 +77,23 @@ class ModelRunner:
         return torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned).numpy()
 
     @torch.inference_mode()
-    def run(self, header: StepHeader, arena: NDArray[np.int32]) -> StepResult:
-        """Computes one step. Raises whatever the model or the device raises."""
+    def launch(self, header: StepHeader, arena: NDArray[np.int32]) -> LaunchedStep:
+        """Enqueues one step; on the CPU it has been computed when this returns.
+
+        A token whose source is a row takes what that row of the step launched before has sampled. Raises
+        whatever the model or the device raises, the latter perhaps for an earlier step.
+        """
         batch = StepBatch.from_arena(torch.from_numpy(arena), header.num_decodes, self.device)
+        if (arena_section(arena, "token_source") >= 0).any():
+            batch = self._with_sampled(batch)
+        return LaunchedStep(self._compute(header, batch))
+
+    def _with_sampled(self, batch: StepBatch) -> StepBatch:
+        source = batch.token_source
+        sampled = self._sampled[source.clamp(min=0)].to(batch.token_ids.dtype)
+        return replace(batch, token_ids=torch.where(source >= 0, sampled, batch.token_ids))
+
+    def _compute(self, header: StepHeader, batch: StepBatch) -> StepResult:
         self._move_blocks(header, batch)
         logits = self.model(batch, self.kv_cache, self.ops, self.before_layer)
         if header.num_rows == 0:
@@ -78,6 +105,7 @@ class ModelRunner:
             # Rows of beams are ranked, not sampled; their tokens are not looked at.
             return StepResult(np.zeros(header.num_rows, np.int32), None, self._candidates(logits, batch))
         tokens = self.ops.sample(logits, batch.sampling)
+        self._sampled = tokens
         logprobs = self._logprobs(logits, tokens, batch)
         candidates = self._candidates(logits, batch) if header.num_beam_rows else None
         return StepResult(tokens.to("cpu", torch.int32).numpy(), logprobs, candidates)

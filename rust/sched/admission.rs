@@ -19,7 +19,7 @@ enum Outcome {
     Admitted(Scheduled, Start),
     /// It needs more blocks or rows than there are.
     DoesNotFit,
-    /// Its next block is being computed.
+    /// Its next block is being computed, or its blocks are on their way to host memory.
     Deferred,
 }
 
@@ -28,7 +28,7 @@ struct Round {
     hit: PrefixHit,
     /// Blocks that are as good as taken.
     due: u32,
-    /// Chain hashes of the blocks that this step fills.
+    /// Chain hashes of the blocks that this step and one in flight fill.
     in_flight: HashSet<u64>,
     /// Candidates that were not admitted.
     passed: Vec<SeqIdx>,
@@ -43,9 +43,8 @@ impl Scheduler {
         let mut round = Round {
             hit: std::mem::take(&mut self.hit),
             due: self.num_due_blocks(),
-            in_flight: self
-                .scheduled
-                .iter()
+            in_flight: (self.building.parts.iter())
+                .chain(self.steps.iter().flat_map(|step| &step.parts))
                 .flat_map(|part| self.hashes_filled_by(part))
                 .copied()
                 .collect(),
@@ -111,9 +110,9 @@ impl Scheduler {
                 if sequence.last_step == self.step_id {
                     self.num_missing_blocks(idx)
                 } else {
-                    sequence
-                        .table()
-                        .cost(&self.pool, sequence.num_computed, sequence.num_tokens())
+                    let from = sequence.num_scheduled;
+                    let to = (from + sequence.num_schedulable()).max(sequence.num_tokens());
+                    sequence.table().cost(&self.pool, from, to)
                 }
             })
             .sum();
@@ -128,9 +127,12 @@ impl Scheduler {
             .saturating_sub(sequence.table().len())
     }
 
-    /// Hashes of the prompt blocks that a part of this step fills.
+    /// Hashes of the prompt blocks that a part of a step fills; none where it is void.
     fn hashes_filled_by(&self, part: &Scheduled) -> &[u64] {
-        let hashes = &self.sequences.get(part.seq).hashes;
+        let Some(sequence) = self.sequences.find(part.seq) else {
+            return &[];
+        };
+        let hashes = &sequence.hashes;
         let size = self.config.block_size;
         let (from, to) = (
             part.num_computed / size,
@@ -158,7 +160,9 @@ impl Scheduler {
         let sequence = self.sequences.get(idx);
         let next_block = round.hit.hashes.get(round.hit.num_full as usize);
         let from_host = Self::start_from_host(sequence, &round.hit, self.config.block_size);
-        if from_host.is_none()
+        if self.is_leaving(sequence) {
+            Outcome::Deferred
+        } else if from_host.is_none()
             && sequence.num_deferrals < MAX_DEFERRALS
             && next_block.is_some_and(|hash| round.in_flight.contains(hash))
         {
@@ -169,7 +173,7 @@ impl Scheduler {
             self.usable_start(idx, table, from_host, round)
                 .filter(|_| has_places)
                 .and_then(|start| {
-                    let part = budget.part_of(idx, sequence, start.num_computed)?;
+                    let part = budget.first_part_of(idx, sequence, start.num_computed)?;
                     Some(Outcome::Admitted(part, start))
                 })
                 .unwrap_or(Outcome::DoesNotFit)
@@ -207,6 +211,7 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(part.seq);
         sequence.table = Some(table);
         sequence.num_computed = part.num_computed;
+        sequence.num_scheduled = part.num_computed;
         self.queues.remove(sequence.tenant, sequence.key);
         self.queues.run(sequence.key, part.seq);
         self.swap_in(part.seq, start);

@@ -100,6 +100,12 @@ impl Scheduler {
         })
     }
 
+    /// Whether a step in flight moves the sequence to host memory: if that step fails, it is not there.
+    pub(super) fn is_leaving(&self, sequence: &Sequence) -> bool {
+        let swapped = sequence.swapped.as_ref();
+        swapped.is_some_and(|swapped| swapped.step_id >= self.oldest_step())
+    }
+
     /// How a swapped sequence can start: with the blocks that are found and, behind them, those in host memory. None where
     /// blocks between the two are missing, or where the cache has all of them.
     pub(super) fn start_from_host(sequence: &Sequence, hit: &PrefixHit, block_size: u32) -> Option<Start> {
@@ -156,8 +162,7 @@ impl Scheduler {
     }
 
     /// Takes the moves of a step that did not come to an end as not made.
-    pub(super) fn forget_swaps(&mut self) {
-        let step_id = self.step_id;
+    pub(super) fn forget_swaps(&mut self, step_id: u64) {
         self.drop_swapped_where(|swapped| swapped.step_id == step_id);
     }
 

@@ -34,6 +34,7 @@ def test_the_defaults_are_those_of_the_documented_table():
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "enable_prefix_caching": True,
+        "overlap": None,
         "tenants": (),
         "kv_memory": None,
         "num_blocks": None,

@@ -195,6 +195,7 @@ proptest! {
         max_num_seqs in 1u32..7,
         max_num_batched_tokens in 1u32..40,
         prefix_caching in any::<bool>(),
+        overlap in any::<bool>(),
         num_host_blocks in prop_oneof![Just(0u32), 1u32..40],
         compute_token_ns in 1u32..5,
     ) {
@@ -206,7 +207,7 @@ proptest! {
             host,
             ..config(num_blocks, block_size)
         };
-        let mut world = World { simulator: Simulator::new(sizes), submitted: Vec::new(), finished: Vec::new() };
+        let mut world = World { simulator: Simulator::with_overlap(sizes, overlap), submitted: Vec::new(), finished: Vec::new() };
         for operation in &operations {
             world.apply(operation);
         }
