@@ -14,8 +14,8 @@ const MAX_SLOTS: u64 = i32::MAX as u64;
 
 /// Host memory for the blocks of preempted sequences, and what decides between moving and computing again.
 ///
-/// The costs are those of the machine, measured once at start; the defaults serve whoever wants the same decisions
-/// everywhere.
+/// The costs are those of the machine, measured once at start (`Scheduler::set_swap_costs`); the defaults serve whoever
+/// wants the same decisions everywhere.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HostTier {
     /// Blocks of host memory, each the size of one of the pool. With none every preempted sequence is computed again.

@@ -101,7 +101,6 @@ class Core:
         max_pinned_blocks: int | None = None,
         max_queued_requests: int = 4096,
         num_host_blocks: int = 0,
-        swap_costs: tuple[int, int] | None = None,
     ) -> Core:
         """Builds a core. `eviction` is "lru", or "turn", which keeps longer what requests came back to.
 
@@ -111,8 +110,7 @@ class Core:
         `max_pinned_blocks` is what pins and sessions may hold together. None: a quarter of the pool, less
         where the longest sequence would not fit beside it.
         `num_host_blocks` is how many blocks of preempted sequences may be moved to host memory, to come back
-        later; `swap_costs` are the nanoseconds of computing a token and of moving a block one way, which
-        decide between moving and computing again. None: fixed ones.
+        later.
 
         Raises ValueError naming a field that is out of bounds, its value and what is allowed.
         """
@@ -178,6 +176,11 @@ class Core:
         """
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
+    def set_swap_costs(self, compute_token_ns: int, move_block_ns: int) -> None:
+        """Says what it takes to compute a token, and to move a block to host memory or back.
+
+        That decides whether a preempted sequence is moved or computed again. Until then fixed costs do.
+        """
     def set_time(self, now_ms: int) -> None:
         """Tells the time, which the core does not know by itself. Pins and sessions that have expired go."""
     def explain(self, request_id: int, salt: bytes = ...) -> dict[str, Any] | None:

@@ -56,6 +56,11 @@ class KVCache:
                 for cache in pair:
                     cache.fill_(float("nan"))
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, over all layers."""
+        return sum(cache[0].nbytes for pair in self.layers for cache in pair)
+
 
 class HostCache:
     """Room in ordinary memory for blocks of preempted sequences; `pagedkv.swap` moves them.

@@ -10,14 +10,14 @@ import sys
 
 import torch
 
-from pagedkv import __version__, _core
+from pagedkv import __version__, _core, gpu
 from pagedkv.config import EngineConfig, poison_requested
 from pagedkv.engine import Engine
 from pagedkv.front import Front
 from pagedkv.kv_cache import HostCache, KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
-from pagedkv.ops import choose
+from pagedkv.ops import Ops
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.plan import (
     PoolPlan,
@@ -26,12 +26,12 @@ from pagedkv.plan import (
     cpu_budget,
     format_bytes,
     free_memory,
-    gpu_budget,
     host_blocks,
     plan_pool,
 )
 from pagedkv.request import Limits
 from pagedkv.runner import ModelRunner
+from pagedkv.sampling_params import MAX_SAMPLES
 from pagedkv.swap import HostSwap
 from pagedkv.swap_costs import measure
 from pagedkv.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     """
     set_num_threads(config.num_threads)
     device = choose_device(config.device)
-    ops = choose(device.type)
+    ops = gpu.choose_ops(config, device)
     source = resolve(config.model)
     logger.info(
         "pagedkv %s, %d threads, kernels for %s, prefix caching %s",
@@ -63,12 +63,11 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     tokenizer = Tokenizer.load(source)
     model_config = loaded.config
     if isinstance(ops, CudaOps):
-        ops.prepare(loaded.dtype, model_config.head_dim)
-    plan = plan_memory(config, loaded, device)
+        gpu.prepare(config, loaded, ops)
+    plan = plan_memory(config, loaded, ops)
     kv_cache = _allocate(config, loaded, plan, device)
     eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
-    runner = ModelRunner(loaded, kv_cache, ops, device, _make_swap(config, loaded, kv_cache, device))
-    costs = measure(runner, max_num_tokens=min(config.max_num_batched_tokens, plan.max_model_len - 1))
+    swap = _make_swap(config, kv_cache)
     core = _core.Core(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -79,12 +78,21 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
         enable_prefix_caching=config.enable_prefix_caching,
         tenants=[tenant.core_option for tenant in config.named_tenants],
         max_pinned_blocks=config.max_pinned_blocks,
-        num_host_blocks=0 if runner.swap is None else runner.swap.num_blocks,
-        swap_costs=costs,
+        num_host_blocks=0 if swap is None else swap.num_blocks,
     )
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
     front = Front(core.edge, tokenizer, config, model_config, limits, seed)
+    max_num_rows = config.max_num_seqs + MAX_SAMPLES
+    if isinstance(ops, CudaOps):
+        stage = gpu.make_stage(ops, loaded, kv_cache, core.arena_len)
+        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows, stage=stage, swap=swap)
+        gpu.capture_graphs(config, loaded, ops, runner, plan.max_model_len)
+    else:
+        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows, swap=swap)
+    if swap is not None:
+        longest = min(config.max_num_batched_tokens, plan.max_model_len - 1)
+        core.set_swap_costs(*measure(runner, swap, max_num_tokens=max(1, longest)))
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(core, runner, overlap=overlap), front
 
@@ -111,13 +119,15 @@ def set_num_threads(num_threads: int) -> None:
     _core.set_num_threads(num_threads)
 
 
-def plan_memory(config: EngineConfig, model: LoadedModel, device: torch.device) -> PoolPlan:
+def plan_memory(config: EngineConfig, model: LoadedModel, ops: Ops) -> PoolPlan:
     """Chooses the size of the pool, with the weights already in memory, and says what was chosen."""
-    bytes_per_token = model.config.kv_bytes_per_token(model.dtype)
-    free = _free_bytes(device)
+    bytes_per_token = model.config.kv_bytes_per_token(gpu.cache_dtype(config, model))
+    free = ops.device.memory()[0] if isinstance(ops, CudaOps) else free_memory()
     budget = config.kv_bytes
-    if budget is None:
-        budget = gpu_budget(free) if device.type == "cuda" else cpu_budget(free)
+    if budget is None and config.num_blocks is not None:
+        budget = free
+    elif budget is None:
+        budget = gpu.memory_for_cache(config, model, ops) if isinstance(ops, CudaOps) else cpu_budget(free)
     plan = plan_pool(
         bytes_per_token=bytes_per_token,
         block_size=config.block_size,
@@ -173,7 +183,7 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
             model.config.num_kv_heads,
             config.block_size,
             model.config.head_dim,
-            model.dtype,
+            gpu.cache_dtype(config, model),
             device,
             poison=poison_requested(),
         )
@@ -187,12 +197,10 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
         ) from error
 
 
-def _make_swap(
-    config: EngineConfig, model: LoadedModel, kv_cache: KVCache, device: torch.device
-) -> HostSwap | None:
+def _make_swap(config: EngineConfig, kv_cache: KVCache) -> HostSwap | None:
     """Makes room in host memory for preempted sequences, and says so. None where there is to be none."""
-    per_block = block_bytes(model.config.kv_bytes_per_token(model.dtype), config.block_size)
-    computes_on_gpu = device.type == "cuda"
+    per_block = kv_cache.block_bytes
+    computes_on_gpu = kv_cache.layers[0][0].is_cuda
     free = free_memory()
     if not computes_on_gpu:
         # The pool's memory is not touched yet, and so looks free.
@@ -215,11 +223,4 @@ def _make_swap(
         format_bytes(num_blocks * per_block),
         num_blocks,
     )
-    return HostSwap(kv_cache, host_cache, device)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        return free
-    return free_memory()
+    return HostSwap(kv_cache, host_cache)

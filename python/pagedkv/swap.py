@@ -20,25 +20,22 @@ class HostSwap:
         num_blocks: blocks of host memory.
     """
 
-    def __init__(self, kv_cache: KVCache, host_cache: HostCache, device: torch.device) -> None:
+    def __init__(self, kv_cache: KVCache, host_cache: HostCache) -> None:
         self.num_blocks = host_cache.num_blocks
         self._layers = kv_cache.layers
         self._host_layers = host_cache.layers
         self._stream: torch.cuda.Stream | None = None
+        device = kv_cache.layers[0][0].device
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._incoming: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
 
-    def start(self, ops: Ops, swaps: Tensor, num_out: int) -> None:
+    def start(self, ops: Ops, outgoing: Tensor, incoming: Tensor) -> None:
         """Moves blocks to the host. On a GPU those that come back start as well.
 
-        Args:
-            ops: who copies.
-            swaps: the arena's section, i32 [W, 3] on the device that computes.
-            num_out: how many of them move to the host; these are the first ones.
+        Both are pairs of a block of the cache and one of host memory, i32 [W, 2] where `ops` computes.
         """
-        outgoing, incoming = swaps[:num_out, 1:], swaps[num_out:, 1:]
         if self._stream is None:
             self._move(ops, outgoing, to_host=True)
             self._incoming = incoming

@@ -14,6 +14,7 @@ import torch
 
 from pagedkv import _core
 from pagedkv.runner import ModelRunner
+from pagedkv.swap import HostSwap
 
 logger = logging.getLogger("pagedkv")
 
@@ -26,8 +27,8 @@ REPEATS: Final = 3
 _MOST_NS: Final = 2**32 - 1
 
 
-def measure(runner: ModelRunner, *, max_num_tokens: int) -> tuple[int, int] | None:
-    """Nanoseconds to compute a token and to move a block one way. None where there is no host memory.
+def measure(runner: ModelRunner, swap: HostSwap, *, max_num_tokens: int) -> tuple[int, int]:
+    """Nanoseconds to compute a token and to move a block one way.
 
     The least of three runs counts, since everything that disturbs a run makes it longer. A prompt is computed
     as requests will be, through a core of its own, and some blocks go to the host and back. Both leave
@@ -35,22 +36,20 @@ def measure(runner: ModelRunner, *, max_num_tokens: int) -> tuple[int, int] | No
 
     Args:
         runner: ready to compute; its cache is not in use.
+        swap: what moves blocks between that cache and host memory.
         max_num_tokens: the longest prompt, and the most tokens of a step.
     """
-    swap = runner.swap
-    if swap is None:
-        return None
-    on_gpu = runner.device.type == "cuda"
-    num_tokens = min(GPU_TOKENS if on_gpu else CPU_TOKENS, max_num_tokens)
-    compute_ns = _time_prompt(runner, max(1, num_tokens))
+    on_gpu = runner.stage.torch_device.type == "cuda"
+    compute_ns = _time_prompt(runner, min(GPU_TOKENS if on_gpu else CPU_TOKENS, max_num_tokens))
     num_blocks = min(NUM_BLOCKS, swap.num_blocks, runner.kv_cache.num_blocks)
     ids = torch.arange(num_blocks, dtype=torch.int32)
     # Block 0 of the cache is the null block.
-    pairs = torch.stack((ids + 1, ids), dim=1).to(runner.device)
+    pairs = torch.stack((ids + 1, ids), dim=1).to(runner.stage.torch_device)
 
     def there_and_back() -> None:
-        for to_host in (True, False):
-            swap.move(runner.ops, pairs, to_host=to_host)
+        with runner.stage.active():
+            for to_host in (True, False):
+                swap.move(runner.ops, pairs, to_host=to_host)
 
     move_ns = _least_ns(there_and_back) // (2 * num_blocks)
     logger.info(
@@ -79,7 +78,7 @@ def _time_prompt(runner: ModelRunner, num_tokens: int) -> int:
     header = core.schedule(arena)
     assert header is not None, "a core that just got a request has a step"
     # The same step computed again writes the same.
-    return _least_ns(lambda: runner.run(header, arena)) // num_tokens
+    return _least_ns(lambda: runner.launch(header, arena).result()) // num_tokens
 
 
 def _least_ns(work: Callable[[], object]) -> int:

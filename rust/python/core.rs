@@ -91,7 +91,7 @@ impl Core {
     #[pyo3(signature = (
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
         enable_prefix_caching=true, partial_matching=true, eviction="turn",
-        tenants=Vec::new(), max_pinned_blocks=None, max_queued_requests=4096, num_host_blocks=0, swap_costs=None
+        tenants=Vec::new(), max_pinned_blocks=None, max_queued_requests=4096, num_host_blocks=0
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -111,19 +111,10 @@ impl Core {
         max_pinned_blocks: Option<u32>,
         max_queued_requests: u32,
         num_host_blocks: u32,
-        swap_costs: Option<(u32, u32)>,
     ) -> PyResult<Self> {
         let host = HostTier {
             num_blocks: num_host_blocks,
             ..HostTier::default()
-        };
-        let host = match swap_costs {
-            None => host,
-            Some((compute_token_ns, move_block_ns)) => HostTier {
-                compute_token_ns,
-                move_block_ns,
-                ..host
-            },
         };
         let config = CoreConfig {
             num_blocks,
@@ -262,6 +253,10 @@ impl Core {
 
     fn check_invariants(&self) -> PyResult<()> {
         self.scheduler.check_invariants().map_err(to_error)
+    }
+
+    fn set_swap_costs(&mut self, compute_token_ns: u32, move_block_ns: u32) {
+        self.scheduler.set_swap_costs(compute_token_ns, move_block_ns);
     }
 
     fn set_time(&mut self, now_ms: u64) {

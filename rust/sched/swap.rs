@@ -66,6 +66,12 @@ impl Start {
 }
 
 impl Scheduler {
+    /// Sets what moving and computing cost on this machine, see [`crate::config::HostTier`].
+    pub const fn set_swap_costs(&mut self, compute_token_ns: u32, move_block_ns: u32) {
+        self.config.host.compute_token_ns = compute_token_ns;
+        self.config.host.move_block_ns = move_block_ns;
+    }
+
     /// Has the step that is being built move what a running sequence has computed to host memory, if that is cheaper than
     /// to compute it again and there is room. The sequence is about to be preempted.
     pub(super) fn swap_out(&mut self, idx: SeqIdx) -> Option<Swapped> {

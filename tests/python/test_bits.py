@@ -79,7 +79,7 @@ def test_bits_do_not_depend_on_company_cache_or_preemption(
     assert_same(ops.take(7), alone)
 
     # The same, but what it had computed is moved to host memory and back.
-    monkeypatch.setattr(loading, "measure", lambda _runner, **_: (50_000, 1))
+    monkeypatch.setattr(loading, "measure", lambda *_args, **_: (50_000, 1))
     llm, ops = watched(
         checkpoint, dtype=dtype, num_blocks=num_blocks, enable_prefix_caching=False, swap_space=0.01
     )

@@ -8,7 +8,18 @@ import pytest
 from pagedkv import LLM, AsyncLLM, BeamSearchParams, RequestFailed, SamplingParams
 from pagedkv.events import ABORT, LENGTH
 from test_events import new_engine, submit
-from tiny_llm import EOS, GREEDY, LONG, NUM_TOKENS, Checkpoint, assert_at_rest, check_all, last, sampled, texts
+from tiny_llm import (
+    EOS,
+    GREEDY,
+    LONG,
+    NUM_TOKENS,
+    Checkpoint,
+    assert_at_rest,
+    check_all,
+    last,
+    sampled,
+    texts,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +49,7 @@ def test_drawn_answers_and_their_logprobs_are_the_same(ahead, llm, expected):
         for number in range(len(expected))
     ]
     prompts = [one.prompt for one in expected]
-    together, alone = (
-        [engine.generate(prompts, asked, use_tqdm=False) for engine in (ahead, llm)]
-    )
+    together, alone = [engine.generate(prompts, asked, use_tqdm=False) for engine in (ahead, llm)]
     assert texts(together) == texts(alone)
     for one, other in zip(together, alone, strict=True):
         for answer, same in zip(one.outputs, other.outputs, strict=True):
@@ -195,6 +204,8 @@ def test_an_end_token_is_no_ordinary_token(checkpoint, expected, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     (output,) = llm.generate([one.prompt], params, use_tqdm=False)
     assert output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].token_ids[: one.token_ids.index(eos)] == one.token_ids[: one.token_ids.index(eos)]
+    assert (
+        output.outputs[0].token_ids[: one.token_ids.index(eos)] == one.token_ids[: one.token_ids.index(eos)]
+    )
     assert llm.stats()["void_rows"] == 1
     assert_at_rest(llm)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ MOVING_IS_CHEAPER = (50_000, 1)
 @pytest.fixture(autouse=True)
 def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same decisions in every run; unused memory is NaN."""
-    monkeypatch.setattr(loading, "measure", lambda _runner, **_: MOVING_IS_CHEAPER)
+    monkeypatch.setattr(loading, "measure", lambda *_args, **_: MOVING_IS_CHEAPER)
     monkeypatch.setenv("PAGEDKV_POISON", "1")
 
 
@@ -142,8 +143,8 @@ def test_a_snapshot_and_the_arena_show_what_is_where() -> None:
         max_num_batched_tokens=64,
         max_model_len=60,
         num_host_blocks=16,
-        swap_costs=MOVING_IS_CHEAPER,
     )
+    core.set_swap_costs(*MOVING_IS_CHEAPER)
     for token in (5, 6):
         core.edge.submit(np.full(8, token, dtype=np.int32), max_tokens=40, ignore_eos=True)
     arena = np.zeros(core.arena_len, dtype=np.int32)
@@ -230,9 +231,11 @@ class Stream:
 
 def test_on_a_gpu_moves_run_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     journal: Any = Journal(monkeypatch)
-    kv_cache = KVCache(1, 3, 1, 4, 8, torch.float32, "cpu")
-    swap = HostSwap(kv_cache, HostCache(kv_cache, 2), torch.device("cuda"))
-    swap.start(journal, torch.tensor([[0, 1, 0], [1, 2, 1]], dtype=torch.int32), 1)
+    kv_cache: Any = KVCache(1, 3, 1, 4, 8, torch.float32, "cpu")
+    host_cache = HostCache(kv_cache, 2)
+    kv_cache.layers = [(SimpleNamespace(device=torch.device("cuda")),) * 2]
+    swap = HostSwap(kv_cache, host_cache)
+    swap.start(journal, torch.tensor([[1, 0]]), torch.tensor([[2, 1]]))
     journal.lines.append("copies")
     swap.finish(journal)
     assert journal.lines == [
