@@ -110,8 +110,8 @@ class Engine:
     def _begin(self) -> StepReport | None:
         """Schedules a step and launches it.
 
-        Returns the report that announces the requests which ended by now. None: there is nothing to compute, at
-        least not before the step in flight is committed.
+        Returns the report that announces the requests which ended by now. None: there is nothing to compute,
+        at least not before the step in flight is committed.
         """
         started = time.monotonic()
         self.core.set_time(told_ms())

@@ -1,4 +1,4 @@
-"""Steps that are launched before the one before them is committed: the same answers, whatever ends meanwhile."""
+"""Steps launched before the one before them is committed: the same answers, whatever ends meanwhile."""
 
 import asyncio
 from collections.abc import Iterator
