@@ -22,7 +22,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pagedkv::block::Eviction;
-use pagedkv::config::CoreConfig;
+use pagedkv::config::{CoreConfig, HostTier};
 use pagedkv::sched::{BeamRows, Edge, SamplingParams, Scheduler};
 
 const NUM_CALLS: usize = 200_000;
@@ -120,6 +120,7 @@ fn main() {
         tenants: Vec::new(),
         max_pinned_blocks: 0,
         max_queued_requests: 4096,
+        host: HostTier::default(),
     };
     let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();
     let edge = scheduler.edge().clone();

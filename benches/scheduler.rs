@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use pagedkv::block::Eviction;
-use pagedkv::config::CoreConfig;
+use pagedkv::config::{CoreConfig, HostTier};
 use pagedkv::sched::{BeamRows, SamplingParams, Scheduler};
 
 const BLOCK_SIZE: u32 = 16;
@@ -90,6 +90,7 @@ fn config(num_blocks: u32, max_num_seqs: u32) -> CoreConfig {
         tenants: Vec::new(),
         max_pinned_blocks: 0,
         max_queued_requests: 4096,
+        host: HostTier::default(),
     }
 }
 

@@ -7,8 +7,35 @@ use crate::error::InvalidConfig;
 pub const MAX_SAMPLES: u32 = 128;
 /// Ended sequences that one step reports at most; more wait for the next step.
 pub const MAX_ENDED_PER_STEP: usize = 1024;
+/// Blocks of host memory at most. Far more than has been built, and every one of them may be named by a step.
+const MAX_HOST_BLOCKS: u32 = 1 << 24;
 /// Positions and slots travel as int32.
 const MAX_SLOTS: u64 = i32::MAX as u64;
+
+/// Host memory for the blocks of preempted sequences, and what decides between moving and computing again.
+///
+/// The costs are those of the machine, measured once at start (`Scheduler::set_swap_costs`); the defaults serve whoever
+/// wants the same decisions everywhere.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HostTier {
+    /// Blocks of host memory, each the size of one of the pool. With none every preempted sequence is computed again.
+    pub num_blocks: u32,
+    /// Nanoseconds to compute one token in a batch of many.
+    pub compute_token_ns: u32,
+    /// Nanoseconds to move one block, one way.
+    pub move_block_ns: u32,
+}
+
+impl Default for HostTier {
+    /// No host memory. A token costs as much as five moves of a block.
+    fn default() -> Self {
+        Self {
+            num_blocks: 0,
+            compute_token_ns: 50_000,
+            move_block_ns: 10_000,
+        }
+    }
+}
 
 /// Sizes and switches of one core.
 #[derive(Clone, Debug)]
@@ -37,6 +64,8 @@ pub struct CoreConfig {
     pub max_pinned_blocks: u32,
     /// Requests that may be in flight, waiting or running.
     pub max_queued_requests: u32,
+    /// Where preempted sequences are parked.
+    pub host: HostTier,
 }
 
 impl CoreConfig {
@@ -62,6 +91,10 @@ impl CoreConfig {
         if self.num_blocks == 0 || (u64::from(self.num_blocks) + 1) * u64::from(self.block_size) > MAX_SLOTS {
             let allowed = format!("1 to {}", MAX_SLOTS / u64::from(self.block_size) - 1);
             return refuse("num_blocks", self.num_blocks.into(), &allowed);
+        }
+        if self.host.num_blocks > MAX_HOST_BLOCKS {
+            let allowed = format!("0 to {MAX_HOST_BLOCKS}");
+            return refuse("num_host_blocks", self.host.num_blocks.into(), &allowed);
         }
         self.validate_tenants()?;
         for (field, value) in [

@@ -16,6 +16,19 @@ impl BlockId {
     }
 }
 
+/// Index of a block in host memory, where preempted sequences are parked. There is no null block.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[repr(transparent)]
+pub struct HostBlockId(pub u32);
+
+impl HostBlockId {
+    /// The block's position in per-block arrays.
+    #[inline]
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// Public identity of a request: the generation of its flag slot in the high half, the slot in the low half.
 /// A slot is reused with a new generation, so an id that outlived its request names nothing.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]

@@ -37,6 +37,7 @@ __all__ = [
     "sample",
     "set_num_threads",
     "silu_mul",
+    "swap_blocks",
 ]
 
 class InvalidRequest(ValueError):
@@ -70,6 +71,12 @@ class StepHeader:
     @property
     def num_copies(self) -> int: ...
     @property
+    def num_swaps_out(self) -> int:
+        """Blocks that move to host memory, of sequences that were preempted."""
+    @property
+    def num_swaps_in(self) -> int:
+        """Blocks that come back from there."""
+    @property
     def num_ended(self) -> int:
         """Sequences that ended outside a commit: aborted, or finished by the front at a stop string."""
     @property
@@ -95,6 +102,7 @@ class Core:
         tenants: Sequence[tuple[bytes, bool, int, int]] = ...,
         max_pinned_blocks: int | None = None,
         max_queued_requests: int = 4096,
+        num_host_blocks: int = 0,
     ) -> Core:
         """Builds a core. `eviction` is "lru", or "turn", which keeps longer what requests came back to.
 
@@ -103,6 +111,8 @@ class Core:
         parts of 1024).
         `max_pinned_blocks` is what pins and sessions may hold together. None: a quarter of the pool, less
         where the longest sequence would not fit beside it.
+        `num_host_blocks` is how many blocks of preempted sequences may be moved to host memory, to come back
+        later.
 
         Raises ValueError naming a field that is out of bounds, its value and what is allowed.
         """
@@ -163,10 +173,16 @@ class Core:
 
         Keys: block_size, num_blocks, free, idle, owned, fenced, pinned (of the owned ones, those that pins
         and sessions hold), ref_counts [num_blocks + 1], and sequences:
-        dicts with request_id, sample_index, status, num_tokens, num_computed, num_preemptions, blocks.
+        dicts with request_id, sample_index, status, num_tokens, num_computed, num_preemptions, blocks, and
+        host_blocks, which are those in host memory of a sequence that was preempted.
         """
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
+    def set_swap_costs(self, compute_token_ns: int, move_block_ns: int) -> None:
+        """Says what it takes to compute a token, and to move a block to host memory or back.
+
+        That decides whether a preempted sequence is moved or computed again. Until then fixed costs do.
+        """
     def set_time(self, now_ms: int) -> None:
         """Tells the time, which the core does not know by itself. Pins and sessions that have expired go."""
     def explain(self, request_id: int, salt: bytes = ...) -> dict[str, Any] | None:
@@ -515,6 +531,18 @@ def logprobs(
 
     Raises ValueError for a row that holds NaN or infinity at its largest, and for a chosen token outside the
     vocabulary.
+    """
+
+def swap_blocks(
+    sources: Sequence[tuple[int, int, int]],
+    destinations: Sequence[tuple[int, int, int]],
+    block_bytes: int,
+    copies: _Indices,
+) -> None:
+    """Copies whole blocks of each source to the destination at the same place: `pagedkv.ops.Ops.swap_blocks`.
+
+    Caches as in `copy_blocks`; none may overlap another. copies holds [source, destination] pairs. Raises
+    ValueError as `copy_blocks` does. The same rule for the GIL.
     """
 
 def copy_blocks(caches: Sequence[tuple[int, int, int]], block_bytes: int, copies: _Indices) -> None:

@@ -37,7 +37,7 @@ SECTIONS = (
     "beams",
 )
 # Sections that are tables, with their number of columns.
-TABLE_COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4, "beams": 2}
+TABLE_COLUMNS = {"sampling": 9, "copies": 2, "swaps": 3, "rows": 4, "ended": 4, "beams": 2}
 # Sections that `StepBatch` holds as they are. The rest is decoded, or stays on the host.
 _TENSORS = set(SECTIONS) - {"sampling", "swaps", "rows", "ended"}
 

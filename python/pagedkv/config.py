@@ -26,6 +26,7 @@ MAX_BLOCK_SIZE: Final = 256
 MAX_SIZE: Final = 2**24
 MAX_THREADS: Final = 1024
 MAX_BYTES: Final = 2**63 - 1
+MAX_SWAP_GIB: Final = 2**20
 
 _UNITS: Final = {
     "": 1,
@@ -62,6 +63,7 @@ class EngineOptions(TypedDict, total=False):
     cuda_graphs: bool
     num_blocks: int | None
     max_pinned_blocks: int | None
+    swap_space: float | None
     threads: int | None
     seed: int | None
 
@@ -73,7 +75,6 @@ _ELSEWHERE: Final = {
     "max_seq_len": "it is called max_model_len",
     "tokenizer": "it comes with the model",
     "trust_remote_code": "no code of a model is ever run",
-    "swap_space": "a preempted sequence is computed again",
     "enforce_eager": "cuda_graphs=False does that",
 }
 
@@ -124,6 +125,9 @@ class EngineConfig:
         num_blocks: usable blocks of the pool, exactly; wins over kv_memory.
         max_pinned_blocks: blocks that pins and sessions may hold together. None: a quarter of the pool, but
             never so many that a sequence of max_model_len would not fit beside them.
+        swap_space: GiB of host memory for preempted sequences, which are moved there instead of being
+            computed again where that is cheaper on this machine. 0: all are computed again. None: 0 on a
+            CPU; on a GPU 4, or a quarter of the free host memory if that is less.
         threads: threads that compute. None: the cores that this process may use.
         seed: start of the seeds that requests without one get. None: drawn at start.
     """
@@ -145,6 +149,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     num_blocks: int | None = None
     max_pinned_blocks: int | None = None
+    swap_space: float | None = None
     threads: int | None = None
     seed: int | None = None
 
@@ -177,6 +182,7 @@ class EngineConfig:
         ):
             if (value := getattr(self, option)) is not None:
                 _check_int(option, value, low, high, allowed)
+        self._check_swap_space()
         if self.kv_memory is not None:
             object.__setattr__(self, "kv_memory", parse_bytes("kv_memory", self.kv_memory))
 
@@ -191,6 +197,20 @@ class EngineConfig:
             raise _refusal("gpu_memory_utilization", utilization, "a number above 0, at most 1")
         if self.overlap is not None:
             check_bool(_invalid, "overlap", self.overlap, "True, False or None")
+
+    def _check_swap_space(self) -> None:
+        space = self.swap_space
+        if space is None:
+            return
+        is_number = isinstance(space, int | float) and not isinstance(space, bool)
+        # NaN is not within any bounds.
+        if not is_number or not 0 <= space <= MAX_SWAP_GIB:
+            raise _refusal("swap_space", space, f"a number of GiB in 0..{MAX_SWAP_GIB}, or None")
+
+    @property
+    def swap_bytes(self) -> int | None:
+        """swap_space as a number of bytes."""
+        return None if self.swap_space is None else int(self.swap_space * 2**30)
 
     @property
     def named_tenants(self) -> tuple[Tenant, ...]:
@@ -260,6 +280,7 @@ _HELP: Final = {
     "cuda_graphs": "replay steps of decodes from graphs, on a GPU (default: on)",
     "num_blocks": "usable cache blocks, exactly; wins over --kv-memory",
     "max_pinned_blocks": "blocks that pins and sessions may hold (default: a quarter, if all else fits)",
+    "swap_space": "GiB of host memory for preempted sequences (default: 0 on a CPU, up to 4 on a GPU)",
     "threads": "threads that compute (default: the cores that the process may use)",
     "seed": "start of the seeds of requests without one (default: drawn at start)",
 }
@@ -282,9 +303,10 @@ def add_cli_options(parser: argparse.ArgumentParser) -> None:
         elif field.type is float:
             settings |= {"type": float, "metavar": "X"}
         else:
-            takes_int = field.name != "kv_memory" and (field.type is int or int in get_args(field.type))
-            settings["type"] = int if takes_int else str
-            settings["metavar"] = "N" if takes_int else field.name.upper()
+            number = float if field.name == "swap_space" else int
+            takes_number = field.name != "kv_memory" and number in (field.type, *get_args(field.type))
+            settings["type"] = number if takes_number else str
+            settings["metavar"] = "N" if takes_number else field.name.upper()
         group.add_argument(flag, **settings)
 
 

@@ -56,6 +56,37 @@ class KVCache:
                 for cache in pair:
                     cache.fill_(float("nan"))
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, over all layers."""
+        return sum(cache[0].nbytes for pair in self.layers for cache in pair)
+
+
+class HostCache:
+    """Room in ordinary memory for blocks of preempted sequences; `pagedkv.swap` moves them.
+
+    `layers` are as those of a `KVCache`, [num_blocks, num_kv_heads, block_size, head_dim], without a null
+    block. The memory is pinned if the cache lies on a GPU.
+    """
+
+    def __init__(self, kv_cache: KVCache, num_blocks: int, *, poison: bool = False) -> None:
+        """Allocates room for `num_blocks` blocks of `kv_cache`. `poison`: as there."""
+        self.num_blocks = num_blocks
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        for key_cache, value_cache in kv_cache.layers:
+            self.layers.append((_host_like(key_cache, num_blocks), _host_like(value_cache, num_blocks)))
+        if poison:
+            for pair in self.layers:
+                for cache in pair:
+                    cache.fill_(float("nan"))
+
+
+def _host_like(cache: Tensor, num_blocks: int) -> Tensor:
+    shape = (num_blocks, *cache.shape[1:])
+    if cache.is_cuda:
+        return torch.zeros(shape, dtype=cache.dtype, pin_memory=True)
+    return _unmapped_zeros(shape, dtype=cache.dtype, device="cpu")
+
 
 def _unmapped_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros in pages that the kernel maps when they are first touched: an idle pool costs no memory.

@@ -14,7 +14,7 @@ from pagedkv import __version__, _core, gpu
 from pagedkv.config import EngineConfig, poison_requested
 from pagedkv.engine import Engine
 from pagedkv.front import Front
-from pagedkv.kv_cache import KVCache
+from pagedkv.kv_cache import HostCache, KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
 from pagedkv.ops import Ops
@@ -26,11 +26,14 @@ from pagedkv.plan import (
     cpu_budget,
     format_bytes,
     free_memory,
+    host_blocks,
     plan_pool,
 )
 from pagedkv.request import Limits
 from pagedkv.runner import ModelRunner
 from pagedkv.sampling_params import MAX_SAMPLES
+from pagedkv.swap import HostSwap
+from pagedkv.swap_costs import measure
 from pagedkv.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagedkv")
@@ -64,6 +67,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     plan = plan_memory(config, loaded, ops)
     kv_cache = _allocate(config, loaded, plan, device)
     eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
+    swap = _make_swap(config, kv_cache)
     core = _core.Core(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -74,6 +78,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
         enable_prefix_caching=config.enable_prefix_caching,
         tenants=[tenant.core_option for tenant in config.named_tenants],
         max_pinned_blocks=config.max_pinned_blocks,
+        num_host_blocks=0 if swap is None else swap.num_blocks,
     )
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
@@ -81,10 +86,13 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     max_num_rows = config.max_num_seqs + MAX_SAMPLES
     if isinstance(ops, CudaOps):
         stage = gpu.make_stage(ops, loaded, kv_cache, core.arena_len)
-        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows, stage=stage)
+        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows, stage=stage, swap=swap)
         gpu.capture_graphs(config, loaded, ops, runner, plan.max_model_len)
     else:
-        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows)
+        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows, swap=swap)
+    if swap is not None:
+        longest = min(config.max_num_batched_tokens, plan.max_model_len - 1)
+        core.set_swap_costs(*measure(runner, swap, max_num_tokens=max(1, longest)))
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(core, runner, overlap=overlap), front
 
@@ -187,3 +195,32 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
             f"{plan.num_blocks} blocks of {config.block_size} tokens cannot be allocated, choose fewer with "
             f"num_blocks or kv_memory: {first_line}"
         ) from error
+
+
+def _make_swap(config: EngineConfig, kv_cache: KVCache) -> HostSwap | None:
+    """Makes room in host memory for preempted sequences, and says so. None where there is to be none."""
+    per_block = kv_cache.block_bytes
+    computes_on_gpu = kv_cache.layers[0][0].is_cuda
+    free = free_memory()
+    if not computes_on_gpu:
+        # The pool's memory is not touched yet, and so looks free.
+        free = max(0, free - (kv_cache.num_blocks + 1) * per_block)
+    num_blocks = host_blocks(
+        config.swap_bytes, bytes_per_block=per_block, free_bytes=free, computes_on_gpu=computes_on_gpu
+    )
+    if num_blocks == 0:
+        return None
+    try:
+        host_cache = HostCache(kv_cache, num_blocks, poison=poison_requested())
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{format_bytes(num_blocks * per_block)} of host memory cannot be had for preempted sequences, "
+            f"choose less with swap_space: {first_line}"
+        ) from error
+    logger.info(
+        "%s of host memory hold %d blocks of preempted sequences",
+        format_bytes(num_blocks * per_block),
+        num_blocks,
+    )
+    return HostSwap(kv_cache, host_cache)

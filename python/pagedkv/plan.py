@@ -12,6 +12,11 @@ from typing import Final
 
 CPU_SHARE: Final = 0.25
 CPU_MOST_BYTES: Final = 4 * 2**30
+# Host memory for preempted sequences unless told otherwise, where a GPU computes.
+GPU_SWAP_BYTES: Final = 4 * 2**30
+SWAP_SHARE: Final = 0.25
+# As the core allows; far more than has been built.
+MAX_HOST_BLOCKS: Final = 2**24
 # Slots travel as int32; the null block has slots as well.
 MAX_SLOTS: Final = 2**31 - 1
 
@@ -164,6 +169,37 @@ def check_memory(
         f"{format_bytes(table_bytes)} for positions, but {format_bytes(free_bytes)} are free; "
         f"allowed: at most {allowed}"
     )
+
+
+def host_blocks(
+    space_bytes: int | None, *, bytes_per_block: int, free_bytes: int, computes_on_gpu: bool
+) -> int:
+    """Blocks of host memory for preempted sequences.
+
+    Args:
+        space_bytes: swap_space as the user gave it, or None.
+        bytes_per_block: over all layers, as in the pool.
+        free_bytes: host memory that there is, beside the pool if that lies there too.
+        computes_on_gpu: whether the pool lies elsewhere, so that there is some space by default.
+
+    Raises:
+        ValueError: it is more than there is, or less than a block.
+    """
+    if space_bytes is None:
+        default = min(GPU_SWAP_BYTES, int(free_bytes * SWAP_SHARE)) if computes_on_gpu else 0
+        return min(blocks_in(default, bytes_per_block), MAX_HOST_BLOCKS)
+    if space_bytes > free_bytes:
+        raise ValueError(
+            f"swap_space is {format_bytes(space_bytes)}, but {format_bytes(free_bytes)} of host memory are "
+            f"free; allowed: at most {free_bytes * 100 // 2**30 / 100}"
+        )
+    num_blocks = blocks_in(space_bytes, bytes_per_block)
+    if space_bytes > 0 and num_blocks == 0:
+        raise ValueError(
+            f"swap_space is {format_bytes(space_bytes)}, allowed: 0, or at least "
+            f"{format_bytes(bytes_per_block)}, which is one block"
+        )
+    return min(num_blocks, MAX_HOST_BLOCKS)
 
 
 def cpu_budget(free_bytes: int) -> int:

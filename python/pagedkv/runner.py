@@ -23,6 +23,7 @@ from pagedkv.events import RowLogprobs
 from pagedkv.kv_cache import KVCache
 from pagedkv.ops import Ops, check_sampled
 from pagedkv.stage import Fetched, HostStage, Stage
+from pagedkv.swap import HostSwap
 
 if TYPE_CHECKING:
     from pagedkv.models import LoadedModel
@@ -46,6 +47,14 @@ class StepCounts(Protocol):
     @property
     def num_copies(self) -> int:
         """C."""
+
+    @property
+    def num_swaps_out(self) -> int:
+        """Blocks that move to host memory."""
+
+    @property
+    def num_swaps_in(self) -> int:
+        """Blocks that come back."""
 
     @property
     def num_beam_rows(self) -> int:
@@ -133,6 +142,7 @@ class ModelRunner:
         *,
         max_num_rows: int,
         stage: Stage | None = None,
+        swap: HostSwap | None = None,
     ) -> None:
         """Puts them together.
 
@@ -142,10 +152,12 @@ class ModelRunner:
             ops: The operations, with which the model was packed.
             max_num_rows: Rows that a step may have.
             stage: Where steps are computed; the CPU if None.
+            swap: Moves blocks between the cache and host memory; None if no step asks for that.
         """
         self.model = model.model
         self.kv_cache = kv_cache
         self.ops = ops
+        self._swap = swap
         self.heartbeat = Heartbeat()
         self.stage = HostStage() if stage is None else stage
         self._graphs: DecodeGraphs | None = None
@@ -165,14 +177,27 @@ class ModelRunner:
         """
         with self.stage.active():
             copies, compute = self._placed(header, arena)
-            if header.num_copies:
-                # All copies come first: a block that is written in this step may be the source of one.
-                self.ops.copy_blocks(self.kv_cache.layers, copies)
+            self._move_blocks(header, arena, copies)
             logits, tokens = compute()
             # Rows of beams are ranked, not sampled; where there are no others, nobody looks at tokens.
             return self._launched(
                 header, arena, logits, tokens if header.num_rows > header.num_beam_rows else None
             )
+
+    def _move_blocks(self, header: StepCounts, arena: NDArray[np.int32], copies: Tensor) -> None:
+        """Makes the copies, and the moves from and to host memory, which surround them.
+
+        All that comes first: a block that is written in this step may be the source of a copy or a move.
+        """
+        num_out, num_in = header.num_swaps_out, header.num_swaps_in
+        if self._swap is not None and num_out + num_in:
+            swaps = arena_section(arena, "swaps")
+            pairs = self.stage.send(torch.from_numpy(swaps[:, 1:].ravel())).view(-1, 2)
+            self._swap.start(self.ops, pairs[:num_out], pairs[num_out:])
+        if header.num_copies:
+            self.ops.copy_blocks(self.kv_cache.layers, copies)
+        if self._swap is not None and num_in:
+            self._swap.finish(self.ops)
 
     def probe(self) -> None:
         """Raises if the device computes no more. A GPU that met an illegal access never does again."""

@@ -30,6 +30,8 @@ class TrialStep:
     num_decodes: int
     num_rows: int
     num_copies: int = 0
+    num_swaps_out: int = 0
+    num_swaps_in: int = 0
     num_beam_rows: int = 0
 
     @staticmethod

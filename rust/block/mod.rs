@@ -56,6 +56,7 @@ mod root;
 mod share;
 mod siblings;
 mod table;
+mod tier;
 mod turn;
 
 pub use config::{Eviction, PoolConfig};
@@ -67,3 +68,4 @@ pub use publish::Closest;
 pub use root::{Namespace, RootId};
 pub use share::{MAX_SHARES, Share, ShareCounts, WEIGHT_ONE};
 pub use table::{BlockTable, OutOfBlocks};
+pub use tier::{HostLease, HostPool};

@@ -107,6 +107,13 @@ impl BlockTable {
         self.epoch == pool.epoch()
     }
 
+    /// Leading blocks that stay where they are if this table goes: another table holds them, and a lookup can find
+    /// them.
+    pub fn num_kept_by_others(&self, pool: &BlockPool) -> u32 {
+        let is_kept = |&&block: &&BlockId| pool.is_published(block) && pool.num_tables(block) > 1;
+        count(self.blocks.iter().take_while(is_kept).count())
+    }
+
     /// Where the cache keeps `position`: `block * block_size + offset`.
     ///
     /// # Panics

@@ -1,7 +1,8 @@
-//! Copies of whole blocks within caches, for copy-on-write. The caller is the binding of `copy_blocks`.
+//! Copies of whole blocks: within caches, for copy-on-write, and between the caches and those of host memory. The callers
+//! are the bindings of `copy_blocks` and `swap_blocks`.
 //!
-//! All sources are as they were before the call, also where a block is both the source of one copy and the
-//! destination of another.
+//! Within a cache all sources are as they were before the call, also where a block is both the source of one copy and
+//! the destination of another.
 
 use std::collections::HashSet;
 
@@ -37,19 +38,26 @@ impl BlocksView {
     }
 }
 
-/// Refuses blocks that a cache does not have, and two copies into one block.
+/// Blocks that all of the caches have.
+fn num_common(caches: &[BlocksView]) -> usize {
+    let num_blocks = caches.iter().map(|cache| cache.num_blocks);
+    num_blocks.min().unwrap_or(usize::MAX)
+}
+
+/// Refuses blocks that a cache does not have, and two copies into one block. `sources` are read and `destinations`
+/// written; within caches they are the same.
 ///
 /// # Errors
 /// The first such copy.
-pub fn check(caches: &[BlocksView], copies: &[[i32; 2]]) -> Result<(), InvalidArgument> {
-    let num_blocks = caches
-        .iter()
-        .map(|cache| cache.num_blocks)
-        .min()
-        .unwrap_or(usize::MAX);
-    let mut destinations = HashSet::with_capacity(copies.len());
+pub fn check(
+    sources: &[BlocksView],
+    destinations: &[BlocksView],
+    copies: &[[i32; 2]],
+) -> Result<(), InvalidArgument> {
+    let limits = [num_common(sources), num_common(destinations)];
+    let mut written = HashSet::with_capacity(copies.len());
     for (idx, copy) in copies.iter().enumerate() {
-        for &block in copy {
+        for (&block, num_blocks) in copy.iter().zip(limits) {
             if !usize::try_from(block).is_ok_and(|block| block < num_blocks) {
                 let allowed = format!("blocks 0 to {}", num_blocks.saturating_sub(1));
                 return Err(InvalidArgument::new(
@@ -59,7 +67,7 @@ pub fn check(caches: &[BlocksView], copies: &[[i32; 2]]) -> Result<(), InvalidAr
                 ));
             }
         }
-        if !destinations.insert(copy[1]) {
+        if !written.insert(copy[1]) {
             let allowed = "destinations that no other copy has";
             return Err(InvalidArgument::new(
                 format!("copies[{idx}]"),
@@ -92,18 +100,36 @@ pub unsafe fn copy_blocks(caches: &[BlocksView], copies: &[[i32; 2]]) {
             if chained {
                 copy_chained(cache, copies);
             } else {
-                copy_disjoint(cache, copies);
+                copy_disjoint(cache, cache, copies);
             }
         }
     });
 }
 
+/// Copies block `from` of each cache to block `to` of the one in host memory, or the other way round, for every
+/// `[from, to]`. `pairs_of_caches`: source and destination.
+///
+/// # Safety
+/// The arguments passed `check`; the views are valid, none overlaps another, and for the length of the call nobody else
+/// accesses the blocks.
+pub unsafe fn swap_blocks(pairs_of_caches: &mut [[BlocksView; 2]], copies: &[[i32; 2]]) {
+    let sources: Vec<BlocksView> = pairs_of_caches.iter().map(|pair| pair[0]).collect();
+    pool::for_each(
+        pairs_of_caches,
+        estimated_ns(&sources, copies),
+        |[source, destination]| {
+            // SAFETY: the caller vouches for the caches, and a pair of caches is one thread's.
+            unsafe { copy_disjoint(source, destination, copies) }
+        },
+    );
+}
+
 /// Copies blocks none of which is both source and destination.
-unsafe fn copy_disjoint(cache: &BlocksView, copies: &[[i32; 2]]) {
+unsafe fn copy_disjoint(from: &BlocksView, to: &BlocksView, copies: &[[i32; 2]]) {
     for &[source, destination] in copies {
-        // SAFETY: both blocks are in the cache and differ.
+        // SAFETY: each block is in its cache, and they differ.
         unsafe {
-            std::ptr::copy_nonoverlapping(cache.block(source), cache.block(destination), cache.block_bytes);
+            std::ptr::copy_nonoverlapping(from.block(source), to.block(destination), from.block_bytes);
         }
     }
 }

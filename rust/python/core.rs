@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::config::CoreConfig;
+use crate::config::{CoreConfig, HostTier};
 use crate::ids::{BlockId, RequestId};
 use crate::sched::{BeamResult, BeamRows, HoldRequest, Scheduler, StepHeader as Header};
 
@@ -55,6 +55,14 @@ impl StepHeader {
         self.0.num_copies
     }
     #[getter]
+    const fn num_swaps_out(&self) -> u32 {
+        self.0.num_swaps_out
+    }
+    #[getter]
+    const fn num_swaps_in(&self) -> u32 {
+        self.0.num_swaps_in
+    }
+    #[getter]
     const fn num_ended(&self) -> u32 {
         self.0.num_ended
     }
@@ -83,7 +91,7 @@ impl Core {
     #[pyo3(signature = (
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
         enable_prefix_caching=true, partial_matching=true, eviction="turn",
-        tenants=Vec::new(), max_pinned_blocks=None, max_queued_requests=4096
+        tenants=Vec::new(), max_pinned_blocks=None, max_queued_requests=4096, num_host_blocks=0
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -102,7 +110,12 @@ impl Core {
         tenants: Vec<explain::Tenant>,
         max_pinned_blocks: Option<u32>,
         max_queued_requests: u32,
+        num_host_blocks: u32,
     ) -> PyResult<Self> {
+        let host = HostTier {
+            num_blocks: num_host_blocks,
+            ..HostTier::default()
+        };
         let config = CoreConfig {
             num_blocks,
             block_size,
@@ -116,6 +129,7 @@ impl Core {
             tenants: tenants.into_iter().map(explain::share).collect(),
             max_pinned_blocks: max_pinned_blocks.unwrap_or(0),
             max_queued_requests,
+            host,
         };
         let config = match max_pinned_blocks {
             None => config.with_default_pin_budget(),
@@ -227,6 +241,10 @@ impl Core {
                 "blocks",
                 view.blocks.iter().map(|block| block.0).collect::<Vec<u32>>(),
             )?;
+            sequence.set_item(
+                "host_blocks",
+                view.host_blocks.iter().map(|block| block.0).collect::<Vec<u32>>(),
+            )?;
             sequences.append(sequence)?;
         }
         snapshot.set_item("sequences", sequences)?;
@@ -235,6 +253,10 @@ impl Core {
 
     fn check_invariants(&self) -> PyResult<()> {
         self.scheduler.check_invariants().map_err(to_error)
+    }
+
+    fn set_swap_costs(&mut self, compute_token_ns: u32, move_block_ns: u32) {
+        self.scheduler.set_swap_costs(compute_token_ns, move_block_ns);
     }
 
     fn set_time(&mut self, now_ms: u64) {

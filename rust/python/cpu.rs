@@ -204,14 +204,10 @@ pub(super) unsafe fn angle_table<'a>(
     Ok(AngleTable { values, rot })
 }
 
-/// See `_core.pyi`. The caller vouches for the addresses.
-#[pyfunction]
-pub(super) fn copy_blocks(
-    py: Python<'_>,
-    caches: Vec<(usize, usize, usize)>,
-    block_bytes: usize,
-    copies: Indices,
-) -> PyResult<()> {
+/// Address, number of blocks, bytes from a block to the next.
+type Blocks = (usize, usize, usize);
+
+fn blocks(caches: Vec<Blocks>, block_bytes: usize) -> Result<Vec<BlocksView>, InvalidArgument> {
     let view = |(address, num_blocks, block_stride_bytes)| -> Result<BlocksView, InvalidArgument> {
         let address = pointer("cache", address, 1, false)?;
         Ok(BlocksView {
@@ -221,13 +217,62 @@ pub(super) fn copy_blocks(
             block_bytes,
         })
     };
-    let caches = caches.into_iter().map(view).collect::<Result<Vec<_>, _>>()?;
-    // SAFETY: the caller keeps the arena of the step alive and unchanged during the call.
-    let pairs: &[i32] = unsafe { numbers("copies", copies)? };
-    let (pairs, []) = pairs.as_chunks::<2>() else {
-        return Err(InvalidArgument::new("length of copies", pairs.len(), "an even number").into());
+    caches.into_iter().map(view).collect()
+}
+
+/// # Safety
+/// As `numbers`.
+unsafe fn block_pairs<'a>(copies: Indices) -> Result<&'a [[i32; 2]], InvalidArgument> {
+    // SAFETY: passed on.
+    let words: &[i32] = unsafe { numbers("copies", copies)? };
+    let (pairs, []) = words.as_chunks::<2>() else {
+        return Err(InvalidArgument::new(
+            "length of copies",
+            words.len(),
+            "an even number",
+        ));
     };
-    copy::check(&caches, pairs)?;
+    Ok(pairs)
+}
+
+/// See `_core.pyi`. The caller vouches for the addresses.
+#[pyfunction]
+pub(super) fn swap_blocks(
+    py: Python<'_>,
+    sources: Vec<Blocks>,
+    destinations: Vec<Blocks>,
+    block_bytes: usize,
+    copies: Indices,
+) -> PyResult<()> {
+    let (sources, destinations) = (blocks(sources, block_bytes)?, blocks(destinations, block_bytes)?);
+    if sources.len() != destinations.len() {
+        let allowed = format!("{}, one for each source", sources.len());
+        return Err(InvalidArgument::new("number of destinations", destinations.len(), allowed).into());
+    }
+    // SAFETY: the caller keeps the pairs alive and unchanged during the call.
+    let pairs = unsafe { block_pairs(copies)? };
+    copy::check(&sources, &destinations, pairs)?;
+    let estimated_ns = copy::estimated_ns(&sources, pairs);
+    let mut caches: Vec<_> = sources.into_iter().zip(destinations).map(Into::into).collect();
+    // SAFETY: checked; the caller vouches for the addresses and for the exclusive access to the caches.
+    run(py, estimated_ns, || unsafe {
+        copy::swap_blocks(&mut caches, pairs);
+    });
+    Ok(())
+}
+
+/// See `_core.pyi`. The caller vouches for the addresses.
+#[pyfunction]
+pub(super) fn copy_blocks(
+    py: Python<'_>,
+    caches: Vec<Blocks>,
+    block_bytes: usize,
+    copies: Indices,
+) -> PyResult<()> {
+    let caches = blocks(caches, block_bytes)?;
+    // SAFETY: the caller keeps the arena of the step alive and unchanged during the call.
+    let pairs = unsafe { block_pairs(copies)? };
+    copy::check(&caches, &caches, pairs)?;
     // SAFETY: checked; the caller vouches for the addresses and for the exclusive access to the caches.
     run(py, copy::estimated_ns(&caches, pairs), || unsafe {
         copy::copy_blocks(&caches, pairs);

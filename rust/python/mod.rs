@@ -29,6 +29,7 @@ mod _core {
     #[pymodule_export]
     use super::cpu::{
         copy_blocks, cpu_ceilings, cpu_features, cpu_isa, num_threads, rope_cache, set_num_threads,
+        swap_blocks,
     };
     #[pymodule_export]
     use super::cuda::cuda_sources;

@@ -13,13 +13,14 @@ use super::policy::{self, MAX_DEFERRALS, MAX_PASSED};
 use super::scheduler::Scheduler;
 use super::sequence::Sequence;
 use super::slab::SeqIdx;
+use super::swap::Start;
 
 /// What came of looking at a waiting sequence.
 enum Outcome {
-    Admitted(Scheduled),
+    Admitted(Scheduled, Start),
     /// It needs more blocks or rows than there are.
     DoesNotFit,
-    /// Its next block is being computed.
+    /// Its next block is being computed, or its blocks are on their way to host memory.
     Deferred,
 }
 
@@ -55,7 +56,7 @@ impl Scheduler {
                 break;
             };
             match self.admit(idx, budget, &mut round) {
-                Outcome::Admitted(part) => {
+                Outcome::Admitted(part, _) => {
                     self.push_part(part, budget);
                     self.num_admitted += 1;
                     let sequence = self.sequences.get(idx);
@@ -146,8 +147,8 @@ impl Scheduler {
     fn admit(&mut self, idx: SeqIdx, budget: &Budget, round: &mut Round) -> Outcome {
         let mut table = self.look_up_prefix(idx, &mut round.hit);
         let outcome = self.decide(idx, &table, budget, round);
-        if let Outcome::Admitted(part) = outcome {
-            self.start(part, table, &round.hit);
+        if let Outcome::Admitted(part, start) = outcome {
+            self.start(part, start, table, &round.hit);
         } else {
             table.release(&mut self.pool);
         }
@@ -159,17 +160,22 @@ impl Scheduler {
     fn decide(&self, idx: SeqIdx, table: &BlockTable, budget: &Budget, round: &Round) -> Outcome {
         let sequence = self.sequences.get(idx);
         let next_block = round.hit.hashes.get(round.hit.num_full as usize);
-        if sequence.num_deferrals < MAX_DEFERRALS
-            && next_block.is_some_and(|hash| round.in_flight.contains(hash))
-        {
+        let from_host = Self::start_from_host(sequence, &round.hit, self.config.block_size);
+        let is_computed_now = from_host.is_none()
+            && sequence.num_deferrals < MAX_DEFERRALS
+            && next_block.is_some_and(|hash| round.in_flight.contains(hash));
+        if is_computed_now || self.is_leaving(sequence) {
             Outcome::Deferred
         } else {
             let has_places =
                 self.num_places() + self.places_for(sequence) <= self.config.max_num_seqs as usize;
-            self.usable_hit(idx, table, round)
+            self.usable_start(idx, table, from_host, round)
                 .filter(|_| has_places)
-                .and_then(|num_computed| budget.first_part_of(idx, sequence, num_computed))
-                .map_or(Outcome::DoesNotFit, Outcome::Admitted)
+                .and_then(|start| {
+                    let part = budget.first_part_of(idx, sequence, start.num_computed)?;
+                    Some(Outcome::Admitted(part, start))
+                })
+                .unwrap_or(Outcome::DoesNotFit)
         }
     }
 
@@ -195,11 +201,11 @@ impl Scheduler {
     }
 
     /// Moves a sequence to the running ones, with the blocks of its first part.
-    fn start(&mut self, part: Scheduled, mut table: BlockTable, hit: &PrefixHit) {
+    fn start(&mut self, part: Scheduled, start: Start, mut table: BlockTable, hit: &PrefixHit) {
         self.explain_admission(part, &table, hit);
         let end = part.num_computed + part.num_tokens;
         table
-            .admit(&mut self.pool, hit, part.num_computed, end, &mut self.copies)
+            .admit(&mut self.pool, hit, start.num_found, end, &mut self.copies)
             .expect("the cost of all its tokens was found available");
         let sequence = self.sequences.get_mut(part.seq);
         sequence.table = Some(table);
@@ -207,10 +213,11 @@ impl Scheduler {
         sequence.num_scheduled = part.num_computed;
         self.queues.remove(sequence.tenant, sequence.key);
         self.queues.run(sequence.key, part.seq);
-        if let Some(&first) = hit.blocks.first().filter(|_| part.num_computed > 0) {
+        self.swap_in(part.seq, start);
+        if let Some(&first) = hit.blocks.first().filter(|_| start.num_found > 0) {
             self.holds.note_hit(first);
         }
-        self.count_hit(part.seq);
+        self.count_hit(part.seq, start.num_found);
     }
 
     /// Notes why the hit ends where it does, the first time that a request is admitted: before admission evicts
@@ -232,23 +239,28 @@ impl Scheduler {
         self.explanations.note(&self.pool, &admission);
     }
 
-    /// How many tokens of the hit the sequence can start with. None: it does not fit now.
+    /// With how many tokens of the hit, and of what is in host memory, the sequence can start. None: it does not fit now.
     ///
     /// The last token is always computed, since its logits are needed; so is a beam's last but one, before the step that
     /// takes all beams further. Where the hit ends inside a block, that block is copied first; where there is no room
     /// for both the block and its copy, it is not used.
-    fn usable_hit(&self, idx: SeqIdx, table: &BlockTable, round: &Round) -> Option<u32> {
+    fn usable_start(
+        &self,
+        idx: SeqIdx,
+        table: &BlockTable,
+        from_host: Option<Start>,
+        round: &Round,
+    ) -> Option<Start> {
         let sequence = self.sequences.get(idx);
         let (num_tokens, num_alone) = (sequence.num_tokens(), sequence.num_alone());
         let num_reserved = u64::from(round.due) + u64::from(self.num_blocks_of_other_beams(sequence));
         let margin = u64::from(self.growth_margin());
         let num_available = u64::from(self.pool.num_available());
-        self.hit_choices(&round.hit, num_alone)
-            .into_iter()
-            .find(|&num_computed| {
-                let cost = table.admission_cost(&self.pool, &round.hit, num_computed, num_tokens);
-                u64::from(cost) + num_reserved + margin <= num_available
-            })
+        let found = self.hit_choices(&round.hit, num_alone).map(Start::found);
+        from_host.into_iter().chain(found).find(|start| {
+            let cost = table.admission_cost(&self.pool, &round.hit, start.num_found, num_tokens);
+            u64::from(cost) + num_reserved + margin <= num_available
+        })
     }
 
     /// How much of a hit might be used, the most first.
@@ -282,9 +294,9 @@ impl Scheduler {
     }
 
     /// Tokens found again after a preemption are no prefix hits: the cache only gives back what it took.
-    fn count_hit(&mut self, idx: SeqIdx) {
+    fn count_hit(&mut self, idx: SeqIdx, num_hit: u32) {
         let sequence = self.sequences.get_mut(idx);
-        let (num_tokens, num_hit) = (sequence.num_tokens(), sequence.num_computed);
+        let num_tokens = sequence.num_tokens();
         if sequence.words.num_cached_tokens().is_some() {
             self.stats.recompute_hits += u64::from(num_hit);
             return;

@@ -21,6 +21,7 @@ impl Scheduler {
         self.check_tables()?;
         self.check_steps()?;
         self.check_beams()?;
+        self.check_swapped()?;
         self.check_requests()
     }
 

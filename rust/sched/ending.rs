@@ -40,6 +40,7 @@ impl Scheduler {
             self.settle_promise(promise, &mut sequence, reason);
         }
         self.release_table(&mut sequence);
+        self.drop_swapped(&mut sequence);
         let first = sequence.key.sample_index;
         // A group of beams ends as a unit, as all the answers that it would have given.
         let num_samples = match self.beams.get(&request) {
@@ -89,8 +90,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes a sequence's blocks; it waits again and computes its tokens anew, except those still found by prefix. A beam
-    /// takes all of its group along.
+    /// Takes a sequence's blocks; it waits again, to get them back from host memory or to compute its tokens anew, except those
+    /// still found by prefix. A beam takes all of its group along.
     pub(super) fn preempt(&mut self, idx: SeqIdx) {
         let sequence = self.sequences.get(idx);
         let idx = if sequence.is_beam {
@@ -98,8 +99,10 @@ impl Scheduler {
         } else {
             idx
         };
+        let swapped = self.swap_out(idx);
         let sequence = self.sequences.get_mut(idx);
         assert!(!sequence.is_in_flight(), "a sequence in flight keeps its blocks");
+        sequence.swapped = swapped;
         let num_computed = std::mem::take(&mut sequence.num_computed);
         sequence.num_scheduled = 0;
         sequence.num_computed_before = sequence.num_computed_before.max(num_computed);

@@ -175,6 +175,7 @@ impl Scheduler {
     pub fn reset_prefix_cache(&mut self) -> ResetCounts {
         let blocks = self.pool.clear_prefix();
         let (pins, sessions) = self.holds.reset(&mut self.pool);
+        self.drop_all_swapped();
         self.publish_stats();
         ResetCounts {
             blocks,
@@ -189,6 +190,7 @@ impl Scheduler {
         if model_epoch != self.model_epoch {
             self.model_epoch = model_epoch;
             self.holds.reset(&mut self.pool);
+            self.drop_all_swapped();
             self.publish_stats();
         }
     }

@@ -117,6 +117,7 @@ impl Scheduler {
     /// Ends a step whose result was taken, or that failed: what only it still held is free.
     pub(super) fn end_step(&mut self, mut step: StepInFlight) {
         self.pool.end_step();
+        self.host.end_step(step.id);
         for Fence { mut table, first_out } in step.fences.drain(..) {
             match first_out {
                 None => table.release(&mut self.pool),

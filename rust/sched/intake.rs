@@ -68,6 +68,7 @@ impl Scheduler {
             num_scheduled: 0,
             row: 0,
             table: None,
+            swapped: None,
             pending_forks: request.params.n - 1,
             is_beam: false,
             num_computed_before: 0,

@@ -46,6 +46,7 @@ mod scheduler;
 mod sequence;
 mod slab;
 mod step;
+mod swap;
 mod token_ids;
 
 pub use beam_rows::{BeamResult, BeamRows};

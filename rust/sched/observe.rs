@@ -1,6 +1,6 @@
 //! What can be seen from outside: counters after every step, sequences on demand.
 
-use crate::ids::{BlockId, RequestId};
+use crate::ids::{BlockId, HostBlockId, RequestId};
 
 use super::budget::Scheduled;
 use super::explain::Explanation;
@@ -18,6 +18,7 @@ pub struct SequenceView {
     pub num_computed: u32,
     pub num_preemptions: u32,
     pub blocks: Vec<BlockId>,
+    pub host_blocks: Vec<HostBlockId>,
 }
 
 /// What a share's requests did, since start.
@@ -80,6 +81,10 @@ impl Scheduler {
                     .table
                     .as_ref()
                     .map_or_else(Vec::new, |table| table.blocks().to_vec()),
+                host_blocks: sequence
+                    .swapped
+                    .as_ref()
+                    .map_or_else(Vec::new, |swapped| swapped.lease.blocks().to_vec()),
             })
             .collect()
     }
@@ -104,6 +109,8 @@ impl Scheduler {
         self.stats.blocks_pin_budget = self.holds.budget().into();
         self.stats.num_pins = self.holds.num_pins() as u64;
         self.stats.num_sessions = self.holds.num_sessions() as u64;
+        self.stats.host_blocks_total = self.host.num_blocks().into();
+        self.stats.host_blocks_used = self.host.num_used().into();
         self.edge.shared.stats.publish(&self.stats);
     }
 

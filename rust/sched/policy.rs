@@ -1,5 +1,8 @@
 //! The scheduler's choices, as functions of numbers alone: how much room running sequences are left to grow, who is
-//! served next, when a wait has been long enough, and who gives up blocks.
+//! served next, when a wait has been long enough, who gives up blocks, and whether
+//! these are moved or computed again.
+
+use crate::config::HostTier;
 
 use super::queues::QueueKey;
 
@@ -58,6 +61,14 @@ pub(super) const fn victim_rank(key: QueueKey, num_preemptions: u32) -> (bool, Q
     (num_preemptions < MAX_PREEMPTIONS, key)
 }
 
+/// Whether what a victim has computed is moved to host memory, and later back, rather than computed again. Both take
+/// as long as there is to do; on equal terms it is computed, which needs no room.
+pub(super) fn is_moving_cheaper(host: &HostTier, num_tokens: u32, num_blocks: u32) -> bool {
+    let computing = u64::from(num_tokens) * u64::from(host.compute_token_ns);
+    let moving = 2 * u64::from(num_blocks) * u64::from(host.move_block_ns);
+    moving < computing
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -102,6 +113,25 @@ mod tests {
                 prop_assert_eq!(rank_a.cmp(&rank_b), (a.0, a.1).cmp(&(b.0, b.1)));
             }
         }
+    }
+
+    #[test]
+    fn the_cheaper_way_back_is_chosen() {
+        let host = HostTier {
+            num_blocks: 100,
+            compute_token_ns: 10,
+            move_block_ns: 20,
+        };
+        assert!(is_moving_cheaper(&host, 5, 1));
+        assert!(!is_moving_cheaper(&host, 4, 1), "equal terms");
+        assert!(!is_moving_cheaper(&host, 16, 5));
+        assert!(!is_moving_cheaper(&host, 0, 0));
+        let slow = HostTier {
+            compute_token_ns: u32::MAX,
+            move_block_ns: u32::MAX,
+            ..host
+        };
+        assert!(is_moving_cheaper(&slow, 1 << 24, 1 << 20));
     }
 
     #[test]

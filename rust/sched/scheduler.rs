@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use crate::block::{BlockPool, PoolConfig, PrefixHit};
+use crate::block::{BlockPool, HostPool, PoolConfig, PrefixHit};
 use crate::config::{CoreConfig, MAX_ENDED_PER_STEP};
 use crate::error::{InvalidConfig, StepError};
 use crate::ids::{BlockId, RequestId};
@@ -25,6 +25,7 @@ use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
 use super::step::{self, Decode, Ended, Part, StepHeader, Writer};
+use super::swap::Swap;
 
 /// The state that a commit gives to a row whose sequence had ended before: nothing was sampled for anybody.
 pub const VOID: i32 = -1;
@@ -35,6 +36,7 @@ const UNKNOWN: [u32; 1] = [0];
 pub struct Scheduler {
     pub(super) config: CoreConfig,
     pub(super) pool: BlockPool,
+    pub(super) host: HostPool,
     pub(super) sequences: Slab<Sequence>,
     pub(super) requests: LiveRequests,
     /// What the groups of beams have beside their sequences.
@@ -56,6 +58,8 @@ pub struct Scheduler {
     /// Sequences that sit out the step being built; see `room`.
     pub(super) held_out: Vec<SeqIdx>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
+    /// Blocks that move between device and host in the step that is being built.
+    pub(super) swaps: Vec<Swap>,
     pub(super) ended: VecDeque<Ended>,
     /// Where events go, if anybody reads them.
     pub(super) events: Option<EventQueue>,
@@ -102,6 +106,7 @@ impl Scheduler {
             stats: StatsCell::new(),
         });
         let mut scheduler = Self {
+            host: HostPool::new(config.host.num_blocks),
             config,
             pool,
             sequences: Slab::new(),
@@ -118,6 +123,7 @@ impl Scheduler {
             building: StepInFlight::default(),
             held_out: Vec::new(),
             copies: Vec::new(),
+            swaps: Vec::new(),
             ended: VecDeque::new(),
             events: None,
             step_id: 0,
@@ -175,6 +181,7 @@ impl Scheduler {
             events.flush();
         }
         self.copies.clear();
+        self.swaps.clear();
         self.held_out.clear();
         if !self.steps.is_empty() {
             self.pool.begin_step();
@@ -263,6 +270,7 @@ impl Scheduler {
         for request in failed {
             self.end_request(request, FinishReason::Error);
         }
+        self.forget_swaps(step.id);
         self.end_step(step);
         self.count_wasted_slots();
         self.publish_stats();
@@ -330,6 +338,7 @@ impl Scheduler {
     /// Puts the step that was built in flight, if it computes anything.
     fn give_out(&mut self, header: &StepHeader) -> bool {
         if header.num_tokens == 0 {
+            self.forget_swaps(header.step_id);
             self.pool.cancel_step();
             return false;
         }
@@ -344,6 +353,7 @@ impl Scheduler {
         let count = |len: usize| u32::try_from(len).expect("step counts fit");
         let block_size = self.config.block_size;
         let beam_rows = self.beam_rows();
+        let num_swaps_out = self.order_swaps();
         let header = StepHeader {
             step_id: self.step_id,
             num_tokens: self.building.num_tokens(),
@@ -351,6 +361,8 @@ impl Scheduler {
             num_decodes,
             num_rows: self.building.parts.iter().map(|part| part.num_rows).sum(),
             num_copies: count(self.copies.len()),
+            num_swaps_out: count(num_swaps_out),
+            num_swaps_in: count(self.swaps.len() - num_swaps_out),
             num_ended: count(num_ended),
             num_beam_rows: count(beam_rows.len()),
         };
@@ -388,7 +400,12 @@ impl Scheduler {
             });
         }
         self.report_ended(num_ended);
-        let rows = writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
+        let rows = writer.finish(
+            &self.copies,
+            &self.swaps,
+            self.ended.drain(..num_ended),
+            &beam_rows,
+        );
         self.building.rows.extend_from_slice(rows);
         self.building.beams = beam_rows;
         self.stats.copies += self.copies.len() as u64;

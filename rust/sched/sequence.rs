@@ -8,6 +8,7 @@ use super::live::LiveRequests;
 use super::queues::QueueKey;
 use super::request::SamplingParams;
 use super::step::RowWords;
+use super::swap::Swapped;
 use super::token_ids::TokenIds;
 
 /// When a sample ends, as far as that has to be known for every token.
@@ -52,6 +53,8 @@ pub(super) struct Sequence {
     pub(super) row: u32,
     /// None while the sequence waits: it holds no block then.
     pub(super) table: Option<BlockTable>,
+    /// What of a preempted sequence is in host memory. None: nothing, it will be computed again.
+    pub(super) swapped: Option<Swapped>,
     /// Samples that will be forked off when the prompt is computed.
     pub(super) pending_forks: u32,
     /// One of several beams of a search: its last token is computed in the same step as those of the others.
@@ -185,6 +188,7 @@ impl Sequence {
             num_scheduled: num_computed,
             row: 0,
             table,
+            swapped: None,
             pending_forks: 0,
             is_beam: false,
             num_computed_before: self.num_computed,

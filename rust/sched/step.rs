@@ -1,6 +1,7 @@
 //! The arena: one packed `i32` array that holds everything which forward and sampling read in a step.
 //!
-//! This file is its only definition. T tokens, S sequences, R rows to sample, C copies, E ended sequences.
+//! This file is its only definition. T tokens, S sequences, R rows to sample, C copies, W blocks that move
+//! between device and host, E ended sequences.
 //!
 //! ```text
 //! word 0       version
@@ -19,7 +20,8 @@
 //! sampling      R*9   temperature, top_p, min_p (bits of f32), top_k, seed (low, high), sample index,
 //!                     position of the token to be sampled, number of log-probabilities (-1: none)
 //! copies        C*2   source and destination block; all are copied before anything is written
-//! swaps         0     blocks that move between tiers
+//! swaps         W*3   direction (0 to the host, 1 from it), device block, host block: those to the host first; they
+//!                     are made before the copies, those from the host after them, both before anything is written
 //! rows          R*4   request id (low, high), sample index, prompt tokens that were found in the cache
 //! ended         E*4   request id (low, high), sample index, reason: sequences that ended outside a commit; some may have
 //!                     rows in the step in flight, which are void
@@ -38,6 +40,7 @@ use crate::error::InvalidConfig;
 use crate::ids::{BlockId, RequestId};
 
 use super::request::{FinishReason, SamplingParams};
+use super::swap::Swap;
 
 /// Layout number, the arena's first word.
 pub const ARENA_VERSION: i32 = 1;
@@ -70,6 +73,8 @@ const DIRECTORY_LEN: usize = 2 + 2 * NUM_SECTIONS;
 pub(super) const SAMPLING_WORDS: usize = 9;
 /// Words per entry of `copies`.
 const COPY_WORDS: usize = 2;
+/// Words per entry of `swaps`.
+const SWAP_WORDS: usize = 3;
 /// Words per row of `rows`, and per entry of `ended`.
 pub(super) const ROW_WORDS: usize = 4;
 /// Words per entry of `beams`.
@@ -90,6 +95,10 @@ pub struct StepHeader {
     pub num_rows: u32,
     /// C.
     pub num_copies: u32,
+    /// Blocks that move to the host. W is the sum of both.
+    pub num_swaps_out: u32,
+    /// Blocks that come back from it.
+    pub num_swaps_in: u32,
     /// E.
     pub num_ended: u32,
     /// B.
@@ -192,13 +201,16 @@ pub(super) fn arena_len(config: &CoreConfig) -> usize {
     let sequences = (config.max_num_seqs as usize).min(tokens);
     let rows = config.max_rows() as usize;
     let tables = sequences * config.blocks_for(config.max_model_len) as usize;
+    // A step names no host block twice.
+    let swaps = config.host.num_blocks as usize;
     DIRECTORY_LEN
         + 4 * tokens
         + 2 * (sequences + 1)
         + sequences
         + tables
         + rows * (1 + SAMPLING_WORDS + ROW_WORDS + BEAM_WORDS)
-        + 2 * sequences
+        + COPY_WORDS * sequences
+        + SWAP_WORDS * swaps
         + ROW_WORDS * MAX_ENDED_PER_STEP
 }
 
@@ -232,6 +244,7 @@ pub(super) struct Writer<'a> {
     sample_rows: &'a mut [i32],
     sampling: &'a mut [[i32; SAMPLING_WORDS]],
     copies: &'a mut [[i32; COPY_WORDS]],
+    swaps: &'a mut [[i32; SWAP_WORDS]],
     rows: &'a mut [[i32; ROW_WORDS]],
     ended: &'a mut [[i32; ROW_WORDS]],
     beams: &'a mut [[i32; BEAM_WORDS]],
@@ -269,11 +282,12 @@ impl<'a> Writer<'a> {
         num_table_blocks: usize,
         block_size: u32,
     ) -> Self {
-        let [tokens, sequences, rows, copies, ended, beams] = [
+        let [tokens, sequences, rows, copies, swaps, ended, beams] = [
             header.num_tokens,
             header.num_sequences,
             header.num_rows,
             header.num_copies,
+            header.num_swaps_out + header.num_swaps_in,
             header.num_ended,
             header.num_beam_rows,
         ]
@@ -293,7 +307,7 @@ impl<'a> Writer<'a> {
             rows,
             rows * SAMPLING_WORDS,
             copies * COPY_WORDS,
-            0,
+            swaps * SWAP_WORDS,
             rows * ROW_WORDS,
             ended * ROW_WORDS,
             beams * BEAM_WORDS,
@@ -318,6 +332,7 @@ impl<'a> Writer<'a> {
             sample_rows: words(rows),
             sampling: rest.cut(rows),
             copies: rest.cut(copies),
+            swaps: rest.cut(swaps),
             rows: rest.cut(rows),
             ended: rest.cut(ended),
             beams: rest.cut(beams),
@@ -414,11 +429,12 @@ impl<'a> Writer<'a> {
         self.num_rows += 1;
     }
 
-    /// Writes the copies, the sequences that ended and the rows of beams with the candidates that are wanted of them, and
+    /// Writes the copies, the swaps, the sequences that ended and the rows of beams with the candidates that are wanted of them, and
     /// checks that every section is full. Returns `rows`.
     pub(super) fn finish(
         self,
         copies: &[(BlockId, BlockId)],
+        swaps: &[Swap],
         ended: impl ExactSizeIterator<Item = Ended>,
         beams: &[(u32, u32)],
     ) -> &'a [[i32; ROW_WORDS]] {
@@ -429,6 +445,7 @@ impl<'a> Writer<'a> {
             (self.num_rows, self.rows.len()),
             (beams.len(), self.beams.len()),
             (copies.len(), self.copies.len()),
+            (swaps.len(), self.swaps.len()),
             (ended.len(), self.ended.len()),
         ];
         for (written, len) in written {
@@ -436,6 +453,13 @@ impl<'a> Writer<'a> {
         }
         for (out, (src, dst)) in self.copies.iter_mut().zip(copies) {
             *out = [src.0.cast_signed(), dst.0.cast_signed()];
+        }
+        for (out, swap) in self.swaps.iter_mut().zip(swaps) {
+            *out = [
+                swap.direction as i32,
+                swap.device.0.cast_signed(),
+                swap.host.0.cast_signed(),
+            ];
         }
         for (out, (row, num_candidates)) in self.beams.iter_mut().zip(beams) {
             *out = [row.cast_signed(), num_candidates.cast_signed()];

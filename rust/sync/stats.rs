@@ -56,6 +56,12 @@ stats! {
     recompute_hits,
     /// Sequences that lost blocks to another.
     preemptions,
+    /// Blocks moved to host memory, of sequences that were preempted.
+    swapped_out_blocks,
+    /// Blocks that came back from there.
+    swapped_in_blocks,
+    /// Tokens that a preempted sequence got back with them instead of computing them again.
+    swapped_in_tokens,
     /// Idle blocks whose content was given up.
     evictions,
     /// Blocks copied before a write.
@@ -90,6 +96,12 @@ stats! {
     blocks_promised,
     /// Blocks that pins and sessions may have together.
     blocks_pin_budget,
+    /// Blocks of host memory.
+    host_blocks_total,
+    /// Of those, the ones that hold what preempted sequences had computed.
+    host_blocks_used,
+    /// Waiting sequences that have blocks there.
+    num_swapped,
     /// Pins now.
     num_pins,
     /// Sessions now.

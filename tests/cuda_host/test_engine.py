@@ -3,7 +3,7 @@
 import pytest
 
 from host_device import HostDevice
-from pagedkv import LLM, SamplingParams, gpu
+from pagedkv import LLM, SamplingParams, gpu, loading
 from pagedkv.batch import arena_section
 from pagedkv.ops import choose
 from pagedkv.ops.cuda import CudaOps
@@ -71,6 +71,29 @@ def test_answers_are_the_models(checkpoint, monkeypatch, options, margin):
     names = {"attention" if not options else decodes[next(iter(options))]}
     for name in names | {"rope_cache", "add_rms_norm", "silu_mul", "sample"}:
         assert sum(device.counters(name).values()) > 0, f"{name} was never launched"
+
+
+def test_a_preempted_sequence_comes_back_from_host_memory(checkpoint, monkeypatch):
+    monkeypatch.setattr(loading, "measure", lambda *_args, **_: (50_000, 1))
+    device = HostDevice(capacity=8)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    texts_of = []
+    for num_blocks, swap_space in ((80, 0), (16, 0.01)):
+        llm = engine(
+            checkpoint,
+            monkeypatch,
+            CudaOps(device),
+            num_blocks=num_blocks,
+            swap_space=swap_space,
+            max_model_len=100,
+            enable_prefix_caching=False,
+        )
+        texts_of.append(texts(llm.generate(prompts(checkpoint)[:3], params, use_tqdm=False)))
+        stats = llm.stats()
+        assert_at_rest(llm)
+    assert stats["swapped_in_tokens"] > 0
+    assert stats["recomputed_tokens"] == 0
+    assert texts_of[0] == texts_of[1]
 
 
 def test_drawn_answers_are_the_references(checkpoint, monkeypatch):

@@ -143,6 +143,26 @@ def test_copy_blocks():
         assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
 
 
+@pytest.mark.parametrize("to_host", [True, False])
+def test_swap_blocks(to_host):
+    ops = CudaOps(HostDevice())
+    layers, host = (
+        [tuple(torch.randn(num_blocks, 2, 8, 80).half() for _ in range(2)) for _ in range(3)]
+        for num_blocks in (9, 5)
+    )
+    expected, expected_host = (
+        [tuple(cache.clone() for cache in pair) for pair in side] for side in (layers, host)
+    )
+    # Columns of the arena's section.
+    pairs = torch.tensor([[0, 1, 4], [0, 8, 0], [0, 3, 3]], dtype=torch.int32)[:, 1:]
+    ops.swap_blocks(layers, host, pairs, to_host=to_host)
+    reference.swap_blocks(expected, expected_host, pairs, to_host=to_host)
+    for given, wanted in zip([*layers, *host], [*expected, *expected_host], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+    with pytest.raises(ValueError, match=r"a cache of host memory is .*, allowed: blocks like"):
+        ops.swap_blocks(layers, [(torch.zeros(5, 2, 8, 64).half(),) * 2] * 3, pairs, to_host=to_host)
+
+
 def test_a_swizzled_cache_is_the_plain_one_in_another_order():
     device = HostDevice()
     k, v = torch.randn(8, 2, 128).half(), torch.randn(8, 2, 128).half()

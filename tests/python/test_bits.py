@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagedkv import LLM, SamplingParams
+from pagedkv import LLM, SamplingParams, loading
 from pagedkv.ops import Ops, cpu
 from tiny_llm import Checkpoint, prompts
 
@@ -54,7 +54,9 @@ def assert_same(got: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_do_not_depend_on_company_cache_or_preemption(checkpoint: Checkpoint, dtype: str) -> None:
+def test_bits_do_not_depend_on_company_cache_or_preemption(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     # Longer than a split of attention, so that the cascade and the folds are part of it.
     prompt = [token for part in prompts(8, checkpoint.vocab_size) for token in part][:300]
     others = [prompt[:280] + part for part in prompts(12, checkpoint.vocab_size, seed=9)]
@@ -74,4 +76,14 @@ def test_bits_do_not_depend_on_company_cache_or_preemption(checkpoint: Checkpoin
     llm, ops = watched(checkpoint, dtype=dtype, num_blocks=num_blocks, enable_prefix_caching=False)
     llm.generate([others[0], prompt], [CROWD, PARAMS], use_tqdm=False)
     assert llm.stats()["preemptions"] > 0
+    assert_same(ops.take(7), alone)
+
+    # The same, but what it had computed is moved to host memory and back.
+    monkeypatch.setattr(loading, "measure", lambda *_args, **_: (50_000, 1))
+    llm, ops = watched(
+        checkpoint, dtype=dtype, num_blocks=num_blocks, enable_prefix_caching=False, swap_space=0.01
+    )
+    llm.generate([others[0], prompt], [CROWD, PARAMS], use_tqdm=False)
+    assert llm.stats()["swapped_in_tokens"] > len(prompt)
+    assert llm.stats()["recomputed_tokens"] == 0
     assert_same(ops.take(7), alone)

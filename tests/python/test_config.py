@@ -43,6 +43,7 @@ def test_the_defaults_are_those_of_the_documented_table():
         "cuda_graphs": True,
         "num_blocks": None,
         "max_pinned_blocks": None,
+        "swap_space": None,
         "threads": None,
         "seed": None,
     }
@@ -80,6 +81,11 @@ def test_the_typed_keyword_arguments_are_the_fields():
         ("bulk_attention", 1, "True or False"),
         ("cuda_graphs", "off", "True or False"),
         ("num_blocks", 1, "an integer >= 2"),
+        ("swap_space", -1, "a number of GiB in 0..1048576, or None"),
+        ("swap_space", float("nan"), "a number of GiB in 0..1048576, or None"),
+        ("swap_space", float("inf"), "a number of GiB in 0..1048576, or None"),
+        ("swap_space", "4GiB", "a number of GiB in 0..1048576, or None"),
+        ("swap_space", True, "a number of GiB in 0..1048576, or None"),
         ("threads", 0, "an integer in 1..1024"),
         ("threads", 1025, "an integer in 1..1024"),
         ("seed", -1, "an integer in 0..2^64-1"),
@@ -93,8 +99,8 @@ def test_a_refusal_names_option_value_and_what_is_allowed(option, value, allowed
 
 
 def test_an_unknown_option_is_a_type_error():
-    with pytest.raises(TypeError, match="swap_space"):
-        EngineConfig(swap_space=4)
+    with pytest.raises(TypeError, match="tensor_parallel_size"):
+        EngineConfig(tensor_parallel_size=4)
 
 
 def test_it_is_frozen():

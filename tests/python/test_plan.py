@@ -262,6 +262,24 @@ def test_cores_are_bound_by_affinity_and_quota(machine, monkeypatch):
     assert machine.cores() == 1
 
 
+@pytest.mark.parametrize(
+    ("space_bytes", "free_bytes", "computes_on_gpu", "num_blocks"),
+    [
+        (None, 64 * GIB, False, 0),
+        (None, 64 * GIB, True, 2048),
+        (None, 8 * GIB, True, 1024),
+        (0, 64 * GIB, True, 0),
+        (GIB, 64 * GIB, False, 512),
+        (GIB + 1, GIB + 1, True, 512),
+    ],
+)
+def test_host_blocks_of_llama_3_1_8b(space_bytes, free_bytes, computes_on_gpu, num_blocks):
+    given = plan.host_blocks(
+        space_bytes, bytes_per_block=2 * 2**20, free_bytes=free_bytes, computes_on_gpu=computes_on_gpu
+    )
+    assert given == num_blocks
+
+
 def test_this_machine_has_memory_and_cores():
     assert plan.free_memory() > 0
     assert plan.usable_cores() >= 1

@@ -486,7 +486,7 @@ proptest! {
         let before: Vec<u8> = (0..48).collect();
         let mut after = before.clone();
         let view = BlocksView { address: after.as_mut_ptr(), num_blocks: 12, block_stride_bytes: 4, block_bytes: 3 };
-        copy_blocks::check(&[view], &copies).unwrap();
+        copy_blocks::check(&[view], &[view], &copies).unwrap();
         // SAFETY: checked, and the memory is owned here.
         unsafe { copy_blocks::copy_blocks(&[view], &copies) };
         let mut expected = before.clone();

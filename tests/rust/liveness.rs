@@ -3,7 +3,7 @@
 //!
 //! The number of steps is `PAGEDKV_LIVENESS_STEPS`, by default few enough for every run of the tests.
 
-use pagedkv::config::CoreConfig;
+use pagedkv::config::{CoreConfig, HostTier};
 use pagedkv::ids::RequestId;
 use pagedkv::sched::{CachePriority, HoldKey, HoldKind, SamplingParams};
 
@@ -173,6 +173,11 @@ fn run(overlap: bool) {
         max_queued_requests: 40,
         max_model_len: 88,
         max_pinned_blocks: 6,
+        // Room for one or two sequences: now and then there is none.
+        host: HostTier {
+            num_blocks: 16,
+            ..HostTier::default()
+        },
         ..config(28, 4)
     };
     let mut simulator = Simulator::with_overlap(sizes, overlap);
@@ -225,6 +230,7 @@ fn run(overlap: bool) {
     simulator.assert_empty();
     let stats = simulator.scheduler.edge().stats();
     assert!(stats.preemptions > num_steps / 1000 && stats.evictions > num_steps / 100);
+    assert!(stats.swapped_in_tokens > num_steps / 100 && stats.recomputed_tokens > num_steps / 100);
     assert_eq!((stats.blocks_pinned, stats.blocks_promised), (0, 0));
     assert!(num_kept > num_steps / 200, "{num_kept} requests left a hold");
     assert!(

@@ -30,4 +30,5 @@ mod scheduler_partial;
 mod scheduler_policy;
 mod scheduler_random;
 mod simulator;
+mod swap;
 mod sync_stress;

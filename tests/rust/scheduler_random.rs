@@ -1,6 +1,6 @@
 //! Random operations on the scheduler: every sample ends exactly once, and what it generated is what a lone run does.
 
-use pagedkv::config::CoreConfig;
+use pagedkv::config::{CoreConfig, HostTier};
 use pagedkv::ids::RequestId;
 use pagedkv::sched::{CachePriority, SamplingParams};
 use proptest::prelude::*;
@@ -196,9 +196,17 @@ proptest! {
         max_num_batched_tokens in 1u32..40,
         prefix_caching in any::<bool>(),
         overlap in any::<bool>(),
+        num_host_blocks in prop_oneof![Just(0u32), 1u32..40],
+        compute_token_ns in 1u32..5,
     ) {
-        let sizes =
-            CoreConfig { max_num_seqs, max_num_batched_tokens, prefix_caching, ..config(num_blocks, block_size) };
+        let host = HostTier { num_blocks: num_host_blocks, compute_token_ns, move_block_ns: 2 };
+        let sizes = CoreConfig {
+            max_num_seqs,
+            max_num_batched_tokens,
+            prefix_caching,
+            host,
+            ..config(num_blocks, block_size)
+        };
         let mut world = World { simulator: Simulator::with_overlap(sizes, overlap), submitted: Vec::new(), finished: Vec::new() };
         for operation in &operations {
             world.apply(operation);

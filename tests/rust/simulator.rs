@@ -9,7 +9,7 @@ mod launched;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use pagedkv::block::BlockState;
-use pagedkv::config::CoreConfig;
+use pagedkv::config::{CoreConfig, HostTier};
 use pagedkv::ids::{BlockId, RequestId};
 use pagedkv::sched::{Hypothesis, SamplingParams, Scheduler, Section, StepHeader, VOID};
 
@@ -17,6 +17,9 @@ use launched::Launched;
 
 pub(crate) const EOS: u32 = 0;
 pub(crate) const VOCABULARY: u64 = 40;
+/// Directions of the section `swaps`.
+const TO_HOST: i32 = 0;
+const FROM_HOST: i32 = 1;
 
 pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
     CoreConfig {
@@ -32,6 +35,7 @@ pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
         tenants: Vec::new(),
         max_pinned_blocks: 0,
         max_queued_requests: 64,
+        host: HostTier::default(),
     }
 }
 
@@ -104,6 +108,8 @@ pub(crate) struct Simulator {
     pub(crate) scheduler: Scheduler,
     pub(crate) arena: Vec<i32>,
     cells: Vec<u64>,
+    /// The same in host memory.
+    host_cells: Vec<u64>,
     block_size: usize,
     pub(crate) generated: HashMap<SampleId, Vec<u32>>,
     pub(crate) ended: HashMap<SampleId, i32>,
@@ -141,6 +147,7 @@ impl Simulator {
     pub(crate) fn new(config: CoreConfig) -> Self {
         let block_size = config.block_size as usize;
         let cells = vec![u64::MAX; (config.num_blocks as usize + 1) * block_size];
+        let host_cells = vec![u64::MAX; config.host.num_blocks as usize * block_size];
         let scheduler = Scheduler::new(config, [1, 2, 3, 4]).unwrap();
         let arena = vec![-7; scheduler.arena_len()];
         let (generated, ended, cached) = (HashMap::new(), HashMap::new(), HashMap::new());
@@ -148,6 +155,7 @@ impl Simulator {
             scheduler,
             arena,
             cells,
+            host_cells,
             block_size,
             generated,
             ended,
@@ -288,6 +296,35 @@ impl Simulator {
         }
     }
 
+    /// Makes the moves of one direction. In which order, a device is free to choose: no block is written twice.
+    fn swap_blocks(&mut self, arena: &[i32], wanted: i32) {
+        let swaps: Vec<[i32; 3]> = section(arena, Section::Swaps).as_chunks().0.to_vec();
+        assert!(
+            swaps.is_sorted_by_key(|swap| swap[0]),
+            "moves to the host come first"
+        );
+        let filled = || swaps.iter().filter(|swap| swap[0] == FROM_HOST);
+        let distinct: HashSet<i32> = filled().map(|swap| swap[1]).collect();
+        assert_eq!(distinct.len(), filled().count(), "a block is filled once");
+        let hosts: HashSet<i32> = swaps.iter().map(|swap| swap[2]).collect();
+        assert_eq!(
+            hosts.len(),
+            swaps.len(),
+            "a host block is read or written, not both"
+        );
+        for [_, device, host] in swaps.into_iter().filter(|swap| swap[0] == wanted) {
+            let size = self.block_size;
+            assert_ne!(device, 0, "the null block stays where it is");
+            let device = &mut self.cells[device as usize * size..][..size];
+            let host = &mut self.host_cells[host as usize * size..][..size];
+            if wanted == TO_HOST {
+                host.copy_from_slice(device);
+            } else {
+                device.copy_from_slice(host);
+            }
+        }
+    }
+
     /// All sources are read before any destination is written: a kernel may copy in any order.
     fn copy_blocks(&mut self, arena: &[i32]) {
         let copies: Vec<(usize, usize)> = section(arena, Section::Copies)
@@ -366,5 +403,6 @@ impl Simulator {
             (stats.num_running, stats.num_waiting, stats.wasted_slots),
             (0, 0, 0)
         );
+        assert_eq!((stats.num_swapped, stats.host_blocks_used), (0, 0));
     }
 }

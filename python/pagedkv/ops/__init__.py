@@ -133,6 +133,24 @@ class Ops(Protocol):
         All sources are read as they were before the call.
         """
 
+    def swap_blocks(
+        self,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        host_caches: Sequence[tuple[Tensor, Tensor]],
+        pairs: Tensor,
+        *,
+        to_host: bool,
+    ) -> None:
+        """Copies whole blocks between the caches and host memory, in every layer.
+
+        Args:
+            kv_caches: The caches of the layers.
+            host_caches: As many in ordinary memory, with blocks of the same shape; pinned if a GPU computes.
+            pairs: i32 [W, 2] of (block of kv_caches, block of host_caches), where kv_caches are computed. No
+                block is written twice.
+            to_host: Whether host_caches are written; otherwise kv_caches are.
+        """
+
     def sample(self, logits: Tensor, sampling: SamplingRows) -> Tensor:
         """Draws one token a row: logits f32 [R, V] -> i64 [R].
 

@@ -40,6 +40,7 @@ __all__ = [
     "rope_cache",
     "sample",
     "silu_mul",
+    "swap_blocks",
 ]
 
 name = "cpu"
@@ -318,7 +319,32 @@ def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> N
         return
     copies = _int32(copies)
     first = kv_caches[0][0]
-    for cache in (cache for pair in kv_caches for cache in pair):
+    caches = _blocks(kv_caches, first)
+    _core.copy_blocks(caches, first[0].numel() * first.element_size(), _indices(copies))
+
+
+def swap_blocks(
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    host_caches: Sequence[tuple[Tensor, Tensor]],
+    pairs: Tensor,
+    *,
+    to_host: bool,
+) -> None:
+    """See `pagedkv.ops.Ops.swap_blocks`. Blocks must be dense; all layers have blocks of the same size."""
+    if len(pairs) == 0 or len(kv_caches) == 0:
+        return
+    first = kv_caches[0][0]
+    sources, destinations = _blocks(kv_caches, first), _blocks(host_caches, first)
+    if not to_host:
+        sources, destinations, pairs = destinations, sources, pairs.flip(1)
+    pairs = _int32(pairs)
+    _core.swap_blocks(sources, destinations, first[0].numel() * first.element_size(), _indices(pairs))
+
+
+def _blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], first: Tensor) -> list[tuple[int, int, int]]:
+    """The caches as the kernels want them; refuses blocks that are not dense or not like those of `first`."""
+    caches = [cache for pair in kv_caches for cache in pair]
+    for cache in caches:
         _dtype_name("a cache", cache)
         if cache.shape[1:] != first.shape[1:] or cache.dtype != first.dtype:
             given = f"{list(cache.shape)} of {cache.dtype}"
@@ -326,10 +352,7 @@ def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> N
         if not cache[0].is_contiguous():
             raise ValueError(f"a block of a cache has strides {cache.stride()[1:]}, allowed: dense ones")
     item_bytes = first.element_size()
-    caches = [
-        (cache.data_ptr(), len(cache), cache.stride(0) * item_bytes) for pair in kv_caches for cache in pair
-    ]
-    _core.copy_blocks(caches, first[0].numel() * item_bytes, _indices(copies))
+    return [(cache.data_ptr(), len(cache), cache.stride(0) * item_bytes) for cache in caches]
 
 
 def sample(logits: Tensor, sampling: SamplingRows) -> Tensor:

@@ -5,7 +5,7 @@ log-probabilities are torch's. Where the kernels run is up to the `Device`. No o
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from torch import Tensor
@@ -50,6 +50,10 @@ def on_gpu(device: torch.device, *, swizzled: bool = False) -> "CudaOps":
     return CudaOps(Gpu(device), swizzled=swizzled)
 
 
+# Sets of caches whose addresses are kept on the device: an engine has two.
+_MAX_CACHES: Final = 8
+
+
 class CudaOps:
     """`pagedkv.ops.Ops` by CUDA kernels.
 
@@ -88,7 +92,7 @@ class CudaOps:
         )
         self._swizzled = swizzled
         self._scales = (key_scale, value_scale)
-        self._addresses: tuple[list[int], Tensor] | None = None
+        self._addresses: dict[tuple[int, ...], Tensor] = {}
 
     def prepare(self, dtype: torch.dtype, head_dim: int, stored: torch.dtype | None = None) -> None:
         """Compiles and loads what a model needs, so that no step has to wait for it.
@@ -245,22 +249,55 @@ class CudaOps:
             return
         caches = [cache for pair in kv_caches for cache in pair]
         addresses = self._addresses_of(caches, copies.device)
+        self._copy((addresses, addresses), caches[0], copies)
+
+    def swap_blocks(
+        self,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        host_caches: Sequence[tuple[Tensor, Tensor]],
+        pairs: Tensor,
+        *,
+        to_host: bool,
+    ) -> None:
+        """See `pagedkv.ops.Ops.swap_blocks`. The GPU reads and writes pinned memory where it lies."""
+        if len(pairs) == 0 or len(kv_caches) == 0:
+            return
+        caches, host = ([cache for pair in side for cache in pair] for side in (kv_caches, host_caches))
+        for cache in host:
+            if cache.shape[1:] != caches[0].shape[1:] or cache.dtype != caches[0].dtype:
+                given = f"{list(cache.shape)} of {cache.dtype}"
+                allowed = f"blocks like {list(caches[0].shape)} of {caches[0].dtype}"
+                raise ValueError(f"a cache of host memory is {given}, allowed: {allowed}")
+        on_device, on_host = (self._addresses_of(side, pairs.device) for side in (caches, host))
+        if to_host:
+            self._copy((on_device, on_host), caches[0], pairs.contiguous())
+        else:
+            self._copy((on_host, on_device), caches[0], pairs.flip(1))
+
+    def _copy(self, addresses: tuple[Tensor, Tensor], like: Tensor, copies: Tensor) -> None:
+        """Copies blocks like those of a cache from and to the caches at `addresses`: i32 [C, 2]."""
+        sources, destinations = addresses
         self._launch(
             COPY_BLOCKS,
-            (len(copies), len(caches)),
+            (len(copies), len(sources)),
             256,
             0,
-            caches=addresses.data_ptr(),
+            sources=sources.data_ptr(),
+            destinations=destinations.data_ptr(),
             copies=copies.data_ptr(),
-            block_bytes=caches[0].stride(0) * caches[0].element_size(),
+            block_bytes=like.stride(0) * like.element_size(),
         )
 
     def _addresses_of(self, caches: list[Tensor], device: torch.device) -> Tensor:
         """Addresses of caches as a tensor on the device. Copying them there waits, so they are kept."""
-        pointers = [cache.data_ptr() for cache in caches]
-        if self._addresses is None or self._addresses[0] != pointers:
-            self._addresses = pointers, torch.tensor(pointers, dtype=torch.int64).to(device)
-        return self._addresses[1]
+        pointers = tuple(cache.data_ptr() for cache in caches)
+        addresses = self._addresses.get(pointers)
+        if addresses is None:
+            if len(self._addresses) == _MAX_CACHES:
+                self._addresses.clear()
+            addresses = torch.tensor(pointers, dtype=torch.int64).to(device)
+            self._addresses[pointers] = addresses
+        return addresses
 
     def paged_attention(
         self, q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: StepBatch, scale: float

@@ -165,6 +165,23 @@ def copy_blocks(kv_caches: Sequence[tuple[Tensor, Tensor]], copies: Tensor) -> N
         value_cache[destination] = value_cache[source]
 
 
+def swap_blocks(
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    host_caches: Sequence[tuple[Tensor, Tensor]],
+    pairs: Tensor,
+    *,
+    to_host: bool,
+) -> None:
+    """See `pagedkv.ops.Ops.swap_blocks`."""
+    device_blocks, host_blocks = pairs.long().cpu().unbind(1)
+    for layer, host_layer in zip(kv_caches, host_caches, strict=True):
+        for cache, host_cache in zip(layer, host_layer, strict=True):
+            if to_host:
+                host_cache[host_blocks] = cache[device_blocks].to(host_cache.device)
+            else:
+                cache[device_blocks] = host_cache[host_blocks].to(cache.device)
+
+
 def sample(logits: Tensor, sampling: SamplingRows) -> Tensor:
     """See `pagedkv.ops.Ops.sample`."""
     tokens = _argmax(logits)

@@ -28,10 +28,13 @@ Stats = Mapping[str, int]
 _GAUGES: Final = {
     "num_requests_running": ("num_running", "Sequences that take part in steps."),
     "num_requests_waiting": ("num_waiting", "Sequences that wait for room in a step or in the cache."),
+    "num_requests_swapped": ("num_swapped", "Of those, sequences with blocks in host memory."),
     "kv_wasted_slots": ("wasted_slots", "Token slots of running sequences' blocks that hold no token."),
     "kv_blocks_pinned": ("blocks_pinned", "Of the used blocks, those that pins and sessions hold."),
     "kv_blocks_promised": ("blocks_promised", "Blocks set aside for pins and sessions that are being made."),
     "kv_blocks_pin_budget": ("blocks_pin_budget", "Blocks that pins and sessions may have together."),
+    "kv_host_blocks": ("host_blocks_total", "Blocks of host memory for preempted sequences."),
+    "kv_host_blocks_used": ("host_blocks_used", "Of those, the ones that hold something."),
     "num_pins": ("num_pins", "Pinned prompts."),
     "num_sessions": ("num_sessions", "Sessions that are kept."),
 }
@@ -45,6 +48,9 @@ _COUNTERS: Final = {
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
     "num_preemptions": ("preemptions", "Sequences that gave their blocks back before they were done."),
     "recomputed_tokens": ("recomputed_tokens", "Tokens computed once more after a preemption."),
+    "swapped_tokens": ("swapped_in_tokens", "Tokens brought back from host memory after a preemption."),
+    "kv_blocks_swapped_out": ("swapped_out_blocks", "Blocks moved to host memory."),
+    "kv_blocks_swapped_in": ("swapped_in_blocks", "Blocks brought back from host memory."),
     "kv_block_evictions": ("evictions", "Idle blocks whose content was given up for a new one."),
     "kv_block_copies": ("copies", "Blocks copied before they were written to."),
     "engine_steps": ("steps", "Steps of the engine."),

@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use pagedkv::ids::BlockId;
 use pagedkv::sched::{BeamRows, Section, StepHeader};
 
-use super::{SampleId, Simulator, id, mix, sample, section};
+use super::{FROM_HOST, SampleId, Simulator, TO_HOST, id, mix, sample, section};
 
 /// What the model makes of a step: a token a row, and for rows of beams their candidates.
 #[derive(Clone, Default)]
@@ -120,7 +120,9 @@ impl Simulator {
             return computed.clone();
         }
         let (header, arena) = (&step.header, &step.arena);
+        self.swap_blocks(arena, TO_HOST);
         self.copy_blocks(arena);
+        self.swap_blocks(arena, FROM_HOST);
         let view = |wanted| section(arena, wanted);
         let (tokens, positions, slots) = (
             view(Section::TokenIds),
