@@ -114,7 +114,7 @@ mod instructions {
             unsafe { asm!("tilerelease", options(nostack, nomem)) };
         }
 
-        /// Zeroes the four accumulators.
+        /// Zeroes the five accumulators.
         #[inline(always)]
         pub(in crate::cpu) fn clear(self) {
             // SAFETY: as above.
@@ -124,13 +124,14 @@ mod instructions {
                     "tilezero tmm1",
                     "tilezero tmm2",
                     "tilezero tmm3",
+                    "tilezero tmm4",
                     options(nostack)
                 );
             };
         }
 
-        /// Adds to accumulator i the product of the matrix at `left[i]` (rows `stride` bytes apart) and the one at
-        /// `right` (dense).
+        /// Adds to accumulators 0 to 3 the product of the matrix at `left[i]` (rows `stride` bytes apart) and the one at
+        /// `right` (dense). Accumulator 4 is lost.
         ///
         /// # Safety
         /// Tiles lie at the addresses.
@@ -160,62 +161,96 @@ mod instructions {
             }
         }
 
-        /// Adds to accumulator i the product of the matrix at `left` and the i-th of four at `right`; all are dense.
+        /// Loads the matrix, which is dense, that `add_products_of_rights` multiplies for accumulator 4.
         ///
         /// # Safety
-        /// Tiles lie at the addresses.
+        /// A tile lies at the address.
         #[inline(always)]
-        pub(in crate::cpu) unsafe fn add_products_of_rights(self, left: *const u8, right: *const u8) {
-            // SAFETY: the caller vouches for the addresses.
+        pub(in crate::cpu) unsafe fn load_fifth(self, right: *const u8) {
+            // SAFETY: the caller vouches for the address.
             unsafe {
                 asm!(
-                    "tileloadd tmm4, [{left} + {dense} * 1]",
-                    "tileloadd tmm5, [{right} + {dense} * 1]",
-                    "tileloadd tmm6, [{right} + {dense} * 1 + 1024]",
-                    "tdpbf16ps tmm0, tmm4, tmm5",
-                    "tileloadd tmm7, [{right} + {dense} * 1 + 2048]",
-                    "tdpbf16ps tmm1, tmm4, tmm6",
-                    "tileloadd tmm5, [{right} + {dense} * 1 + 3072]",
-                    "tdpbf16ps tmm2, tmm4, tmm7",
-                    "tdpbf16ps tmm3, tmm4, tmm5",
-                    left = in(reg) left, right = in(reg) right, dense = in(reg) ROW_BYTES,
+                    "tileloadd tmm6, [{right} + {dense} * 1]",
+                    right = in(reg) right, dense = in(reg) ROW_BYTES,
                     options(nostack, readonly),
                 );
             }
         }
 
-        /// The same for two matrices and accumulators.
+        /// Adds to accumulators 0 to N - 1, N two or four, the product of the matrix at `left` and the i-th of N at
+        /// `right`, and to accumulator 4 that with the matrix of `load_fifth`. All are dense.
         ///
         /// # Safety
         /// Tiles lie at the addresses.
         #[inline(always)]
-        pub(in crate::cpu) unsafe fn add_products_of_two_rights(self, left: *const u8, right: *const u8) {
+        pub(in crate::cpu) unsafe fn add_products_of_rights<const N: usize>(
+            self,
+            left: *const u8,
+            right: *const u8,
+        ) {
             // SAFETY: the caller vouches for the addresses.
             unsafe {
                 asm!(
-                    "tileloadd tmm4, [{left} + {dense} * 1]",
-                    "tileloadd tmm5, [{right} + {dense} * 1]",
-                    "tileloadd tmm6, [{right} + {dense} * 1 + 1024]",
-                    "tdpbf16ps tmm0, tmm4, tmm5",
-                    "tdpbf16ps tmm1, tmm4, tmm6",
+                    "tileloadd tmm5, [{left} + {dense} * 1]",
+                    "tileloadd tmm7, [{right} + {dense} * 1]",
+                    "tdpbf16ps tmm0, tmm5, tmm7",
+                    "tileloadd tmm7, [{right} + {dense} * 1 + 1024]",
+                    "tdpbf16ps tmm1, tmm5, tmm7",
+                    "tdpbf16ps tmm4, tmm5, tmm6",
                     left = in(reg) left, right = in(reg) right, dense = in(reg) ROW_BYTES,
                     options(nostack, readonly),
                 );
+                if N == 4 {
+                    asm!(
+                        "tileloadd tmm7, [{right} + {dense} * 1 + 2048]",
+                        "tdpbf16ps tmm2, tmm5, tmm7",
+                        "tileloadd tmm7, [{right} + {dense} * 1 + 3072]",
+                        "tdpbf16ps tmm3, tmm5, tmm7",
+                        right = in(reg) right, dense = in(reg) ROW_BYTES,
+                        options(nostack, readonly),
+                    );
+                }
             }
         }
 
-        /// Writes the four accumulators one after another.
+        /// Writes accumulators 0 to N - 1, N two or four; their rows lie `stride` bytes apart, and the first ones
+        /// `step` bytes.
+        ///
+        /// # Safety
+        /// There is room for them.
         #[inline(always)]
-        pub(in crate::cpu) fn store(self, place: &mut [f32]) {
-            assert!(place.len() >= 4 * TILE_LEN * TILE_LEN);
-            // SAFETY: there is room for the four.
+        pub(in crate::cpu) unsafe fn store<const N: usize>(self, place: *mut u8, step: usize, stride: usize) {
+            // SAFETY: the caller vouches for the room.
             unsafe {
                 asm!(
-                    "tilestored [{place} + {dense} * 1], tmm0",
-                    "tilestored [{place} + {dense} * 1 + 1024], tmm1",
-                    "tilestored [{place} + {dense} * 1 + 2048], tmm2",
-                    "tilestored [{place} + {dense} * 1 + 3072], tmm3",
-                    place = in(reg) place.as_mut_ptr(), dense = in(reg) ROW_BYTES,
+                    "tilestored [{place0} + {stride} * 1], tmm0",
+                    "tilestored [{place1} + {stride} * 1], tmm1",
+                    place0 = in(reg) place, place1 = in(reg) place.wrapping_add(step), stride = in(reg) stride,
+                    options(nostack),
+                );
+                if N == 4 {
+                    asm!(
+                        "tilestored [{place2} + {stride} * 1], tmm2",
+                        "tilestored [{place3} + {stride} * 1], tmm3",
+                        place2 = in(reg) place.wrapping_add(2 * step), place3 = in(reg) place.wrapping_add(3 * step),
+                        stride = in(reg) stride,
+                        options(nostack),
+                    );
+                }
+            }
+        }
+
+        /// Writes accumulator 4, whose rows lie `stride` bytes apart.
+        ///
+        /// # Safety
+        /// There is room for it.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn store_fifth(self, place: *mut u8, stride: usize) {
+            // SAFETY: the caller vouches for the room.
+            unsafe {
+                asm!(
+                    "tilestored [{place} + {stride} * 1], tmm4",
+                    place = in(reg) place, stride = in(reg) stride,
                     options(nostack),
                 );
             }

@@ -13,8 +13,11 @@ use super::InvalidArgument;
 use super::isa::{AlignedBuffer, Isa, Kernel, Simd};
 use super::plan::{Join, Outcome, Piece, Plan, Prefix};
 use super::pool;
+use super::prefetch::Prefetch;
 use super::tensor::{CacheView, RowsView};
 use super::tile::{Scratch, Tile};
+#[cfg(target_arch = "x86_64")]
+use super::tile_amx;
 use super::tile_loops::partial_row_len;
 
 /// Multiply-adds a nanosecond and a thread, and bytes a nanosecond, for the estimate of a call's duration.
@@ -69,60 +72,26 @@ impl Partials {
     }
 }
 
-/// Computes the splits of a piece.
-struct ComputePiece<'k, 'a> {
+/// Computes the pieces of a job.
+struct ComputeJob<'k, 'a> {
     call: &'k Attention<'a>,
-    piece: &'k Piece,
+    pieces: &'k [Piece],
     partials: Partials,
     scratch: &'k mut Scratch,
 }
 
-impl Kernel for ComputePiece<'_, '_> {
+impl Kernel for ComputeJob<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Self {
-            call,
-            piece,
-            partials,
-            scratch,
-        } = self;
-        let tile = call.tile(piece.tile, piece.kv_head);
-        let len = tile.partial_len();
-        let plan = &call.plan.tiles[piece.tile];
-        let mut rows = call.plan.partial_rows(piece.tile, piece.kv_head);
-        // SAFETY: `Attention::run_on` vouches for the views.
-        unsafe { tile.load_queries(simd, scratch) };
-        if piece.outcome == Outcome::Keep {
-            rows.start += (piece.splits.start - plan.splits.start) * tile.num_rows();
-            rows.end = rows.start + piece.splits.len() * tile.num_rows();
-            // SAFETY: these rows are those of the piece's splits alone.
-            let kept = unsafe { partials.rows(rows) };
-            for (split, partial) in piece.splits.clone().zip(kept.chunks_exact_mut(len)) {
-                // SAFETY: as above, and the queries are loaded.
-                unsafe { tile.compute_split(simd, scratch, split, partial) };
-            }
-            return;
+        #[cfg(target_arch = "x86_64")]
+        let _tiles =
+            tile_amx::suits(simd, &self.call.query, &self.call.key_cache).map(tile_amx::Configured::new);
+        let caches = [&self.call.key_cache, &self.call.value_cache];
+        let mut prefetch = Prefetch::new(simd, self.call.plan, caches, self.pieces);
+        for piece in self.pieces {
+            self.call
+                .compute(simd, piece, self.partials, self.scratch, &mut prefetch);
         }
-        let mut partial = std::mem::take(&mut scratch.split);
-        let mut folded = std::mem::take(&mut scratch.folded);
-        partial.reserve(len);
-        folded.reserve(len);
-        let sums = folded.slice(0..len);
-        sums.fill(0.0);
-        for split in piece.splits.clone() {
-            // SAFETY: as above, and the queries are loaded.
-            unsafe { tile.compute_split(simd, scratch, split, partial.slice(0..len)) };
-            tile.fold(simd, sums, partial.slice(0..len));
-        }
-        if piece.outcome == Outcome::Fold {
-            // SAFETY: the tile is one piece, and these rows are its own.
-            unsafe { partials.rows(rows) }.copy_from_slice(sums);
-        } else {
-            // SAFETY: `Attention::run_on` vouches for the views; no other piece has this tile.
-            unsafe { tile.write_result(sums) };
-        }
-        scratch.split = partial;
-        scratch.folded = folded;
     }
 }
 
@@ -154,7 +123,7 @@ impl Kernel for JoinSplits<'_, '_> {
             let num_partials = plan.tiles[source.tile].num_partials;
             let num_rows = rows.len() / num_partials.max(1);
             for partial in 0..num_partials {
-                let start = rows.start + partial * num_rows + source.first_token * tile.group_size();
+                let start = rows.start + partial * num_rows + source.first_token * tile.group_size;
                 // SAFETY: all pieces are done; joins only read.
                 let partial = unsafe { self.partials.rows(start..start + tile.num_rows()) };
                 tile.fold(simd, folded, partial);
@@ -230,12 +199,13 @@ impl<'a> Attention<'a> {
 
     fn run_pieces(&self, isa: Isa, partials: Partials) {
         let estimated_ns = self.estimated_ns();
-        let mut pieces: Vec<&Piece> = self.plan.pieces.iter().collect();
-        pool::for_each(&mut pieces, estimated_ns, |piece| {
+        let jobs = self.plan.jobs.iter().cloned();
+        let mut jobs: Vec<&[Piece]> = jobs.map(|pieces| &self.plan.pieces[pieces]).collect();
+        pool::for_each(&mut jobs, estimated_ns, |pieces| {
             SCRATCH.with_borrow_mut(|scratch| {
-                isa.run(ComputePiece {
+                isa.run(ComputeJob {
                     call: self,
-                    piece,
+                    pieces,
                     partials,
                     scratch,
                 });
@@ -255,6 +225,59 @@ impl<'a> Attention<'a> {
         });
     }
 
+    /// Computes the splits of a piece.
+    #[inline(always)]
+    fn compute<S: Simd>(
+        &self,
+        simd: S,
+        piece: &Piece,
+        partials: Partials,
+        scratch: &mut Scratch,
+        prefetch: &mut Prefetch<'_>,
+    ) {
+        let tile = self.tile(piece.tile, piece.kv_head);
+        let len = tile.partial_len();
+        let plan = &self.plan.tiles[piece.tile];
+        let mut rows = self.plan.partial_rows(piece.tile, piece.kv_head);
+        // SAFETY: `Attention::run_on` vouches for the views.
+        unsafe { tile.load_queries(simd, scratch) };
+        if piece.outcome == Outcome::Keep {
+            rows.start += (piece.splits.start - plan.splits.start) * tile.num_rows();
+            rows.end = rows.start + piece.splits.len() * tile.num_rows();
+            // SAFETY: these rows are those of the piece's splits alone.
+            let kept = unsafe { partials.rows(rows) };
+            for (split, partial) in piece.splits.clone().zip(kept.chunks_exact_mut(len)) {
+                // SAFETY: as above, and the queries are loaded.
+                unsafe { tile.compute_split(simd, scratch, prefetch, split, partial) };
+            }
+            return;
+        }
+        let mut partial = std::mem::take(&mut scratch.split);
+        let mut folded = std::mem::take(&mut scratch.folded);
+        partial.reserve(len);
+        folded.reserve(len);
+        let sums = folded.slice(0..len);
+        for split in piece.splits.clone() {
+            if split == piece.splits.start {
+                // SAFETY: as above, and the queries are loaded.
+                unsafe { tile.compute_split(simd, scratch, prefetch, split, sums) };
+            } else {
+                // SAFETY: as above.
+                unsafe { tile.compute_split(simd, scratch, prefetch, split, partial.slice(0..len)) };
+                tile.fold(simd, sums, partial.slice(0..len));
+            }
+        }
+        if piece.outcome == Outcome::Fold {
+            // SAFETY: the tile is one piece, and these rows are its own.
+            unsafe { partials.rows(rows) }.copy_from_slice(sums);
+        } else {
+            // SAFETY: `Attention::run_on` vouches for the views; no other piece has this tile.
+            unsafe { tile.write_result(sums) };
+        }
+        scratch.split = partial;
+        scratch.folded = folded;
+    }
+
     /// A tile of the plan on the memory of this call.
     #[inline(always)]
     fn tile(&self, idx: usize, kv_head: usize) -> Tile<'a> {
@@ -267,6 +290,7 @@ impl<'a> Attention<'a> {
             tokens: &self.plan.tokens[tile.tokens.clone()],
             table: &self.plan.block_ids[tile.table.clone()],
             kv_head,
+            group_size: self.plan.group_size(),
             scale: self.scale,
         }
     }

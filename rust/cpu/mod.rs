@@ -40,8 +40,11 @@ pub mod norm;
 pub mod peak;
 pub mod plan;
 pub mod pool;
+mod prefetch;
 pub mod rope_cache;
 pub mod sample;
+#[cfg(target_arch = "x86_64")]
+mod softmax_amx;
 pub mod tensor;
 mod tile;
 #[cfg(target_arch = "x86_64")]

@@ -7,7 +7,6 @@
 //! folded in ascending order whoever computed them, so how the work was cut does not show in the result: tables may
 //! only be shared, and tiles only cut, at whole splits. `attention` runs a plan.
 
-use std::cmp::Reverse;
 use std::ops::Range;
 
 use super::InvalidArgument;
@@ -21,8 +20,15 @@ const TILE_ROWS: usize = 64;
 /// Reading and rearranging a key costs about as much as this many query rows.
 const PACK_ROWS: usize = 4;
 
-/// Pieces of work a thread should find, so that the last ones even out what the first ones did not.
-const PIECES_PER_THREAD: usize = 4;
+/// Computing a split costs about as much as this many of its keys, beside what it costs by the key.
+const SPLIT_KEYS: usize = 16;
+
+/// Jobs of equal cost that the work of a thread is at least cut into, so that the last ones even out what the first
+/// ones did not.
+const JOBS_PER_THREAD: usize = 8;
+
+/// Threads times this is the share of the work left that the next job gets, so that jobs are long first and short last.
+const JOB_SHARE: usize = 2;
 
 /// A sequence with more tokens in the step than this has tiles enough of its own to read its blocks for.
 const MAX_CASCADE_TOKENS: usize = 4;
@@ -114,8 +120,10 @@ pub struct Plan {
     pub(super) block_ids: Vec<i32>,
     pub(super) tiles: Vec<TilePlan>,
     pub(super) prefixes: Vec<Prefix>,
-    /// Long ones first: the short ones then fill the gaps at the end.
     pub(super) pieces: Vec<Piece>,
+    /// Ranges of pieces that one thread computes one after the other. Long ones first: the short ones then fill the
+    /// gaps at the end.
+    pub(super) jobs: Vec<Range<usize>>,
     pub(super) joins: Vec<Join>,
     /// Rows of partial results, for one key head.
     num_partial_rows: usize,
@@ -146,6 +154,7 @@ impl Plan {
             tiles: Vec::new(),
             prefixes: Vec::new(),
             pieces: Vec::new(),
+            jobs: Vec::new(),
             joins: Vec::new(),
             num_partial_rows: 0,
             num_scores: 0,
@@ -218,22 +227,29 @@ impl Plan {
         }
     }
 
+    /// Positions that the last token of a tile sees.
+    pub(super) fn num_visible(&self, tile: &TilePlan) -> usize {
+        self.tokens[tile.tokens.end - 1].visible
+    }
+
+    /// Cost of some splits of a tile for one key head, in keys times rows.
+    fn cost(&self, tile: &TilePlan, splits: &Range<usize>) -> usize {
+        let num_keys = self.num_visible(tile).min(splits.end * SPLIT_LEN) - splits.start * SPLIT_LEN;
+        (num_keys + splits.len() * SPLIT_KEYS) * (self.num_rows(tile) + PACK_ROWS)
+    }
+
     /// Cuts the tiles into pieces.
     fn cut(&mut self, num_threads: usize) {
-        let split_cost = |plan: &Self, tile: &TilePlan| plan.num_rows(tile) + PACK_ROWS;
-        let total: usize = self
-            .tiles
-            .iter()
-            .map(|tile| split_cost(self, tile) * tile.splits.len())
-            .sum();
-        let piece_cost = match num_threads {
+        let costs = self.tiles.iter().map(|tile| self.cost(tile, &tile.splits));
+        let total = costs.sum::<usize>() * self.geometry.num_kv_heads;
+        let most = match num_threads {
             1 => usize::MAX,
-            _ => total * self.geometry.num_kv_heads / (PIECES_PER_THREAD * num_threads),
+            _ => total / (JOBS_PER_THREAD * num_threads),
         };
         for idx in 0..self.tiles.len() {
             let tile = self.tiles[idx].clone();
-            let split_cost = split_cost(self, &tile);
-            let splits_per_piece = (piece_cost / split_cost).max(1);
+            let split_cost = self.cost(&tile, &tile.splits) / tile.splits.len().max(1);
+            let splits_per_piece = (most / split_cost.max(1)).max(1);
             let is_whole = tile.splits.start == 0 && tile.splits.len() <= splits_per_piece;
             let outcome = match (is_whole, tile.is_shared) {
                 (true, false) => Outcome::Write,
@@ -251,7 +267,7 @@ impl Plan {
                     self.pieces.push(Piece {
                         tile: idx,
                         kv_head,
-                        cost: split_cost * splits.len(),
+                        cost: self.cost(&tile, &splits),
                         splits,
                         outcome,
                     });
@@ -264,7 +280,27 @@ impl Plan {
             self.tiles[idx].num_partials = num_partials;
             self.num_partial_rows += num_partials * self.num_rows(&tile);
         }
-        self.pieces.sort_by_key(|piece| Reverse(piece.cost));
+        self.assign(total, num_threads);
+    }
+
+    /// Makes jobs of neighbouring pieces.
+    fn assign(&mut self, total: usize, num_threads: usize) {
+        let least = total / (JOBS_PER_THREAD * num_threads);
+        let (mut left, mut start) = (total, 0);
+        while start < self.pieces.len() {
+            let wanted = match num_threads {
+                1 => left,
+                _ => (left / (JOB_SHARE * num_threads)).max(least),
+            };
+            let (mut end, mut cost) = (start, 0);
+            while end < self.pieces.len() && (end == start || cost + self.pieces[end].cost <= wanted) {
+                cost += self.pieces[end].cost;
+                end += 1;
+            }
+            self.jobs.push(start..end);
+            left -= cost;
+            start = end;
+        }
     }
 
     /// Rows of partial results of the whole step.

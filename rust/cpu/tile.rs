@@ -26,12 +26,13 @@
 use super::element::{load_row, store_row};
 use super::isa::{AlignedBuffer, LANES, Simd};
 use super::plan::TileToken;
+use super::prefetch::Prefetch;
 use super::tensor::{CacheView, RowsView};
 #[cfg(target_arch = "x86_64")]
 use super::tile_amx;
 use super::tile_loops::{
-    KEY_TILE, PREFETCH_LEN, ROW_TILE, SPLIT_LEN, Slots, pack_keys, pack_values, padded, partial_row_len,
-    score_groups, soften, vector_at, vector_at_mut, weigh,
+    KEY_TILE, ROW_TILE, SPLIT_LEN, Slots, pack_keys, pack_values, padded, partial_row_len, score_groups,
+    soften, vector_at, vector_at_mut, weigh,
 };
 
 /// The work on one tile.
@@ -51,6 +52,8 @@ pub(crate) struct Tile<'a> {
     pub(crate) table: &'a [i32],
     /// The key head.
     pub(crate) kv_head: usize,
+    /// Query heads that share the key head.
+    pub(crate) group_size: usize,
     /// Factor on the scores.
     pub(crate) scale: f32,
 }
@@ -80,14 +83,9 @@ impl Tile<'_> {
         self.query.head_dim
     }
 
-    /// Query heads that share the key head.
-    pub(super) fn group_size(&self) -> usize {
-        self.query.num_heads / self.key_cache.num_kv_heads
-    }
-
     /// Rows of the tile.
     pub(crate) fn num_rows(&self) -> usize {
-        self.tokens.len() * self.group_size()
+        self.tokens.len() * self.group_size
     }
 
     /// Numbers that the partial results of a split take.
@@ -98,7 +96,7 @@ impl Tile<'_> {
     /// Positions of a split that a row sees. It does not fall from a row to the next.
     #[inline(always)]
     pub(super) fn visible(&self, row: usize, split: usize) -> usize {
-        let visible = self.tokens[row / self.group_size()].visible;
+        let visible = self.tokens[row / self.group_size].visible;
         visible.saturating_sub(split * SPLIT_LEN).min(SPLIT_LEN)
     }
 
@@ -109,8 +107,8 @@ impl Tile<'_> {
 
     /// Token of the step and query head of a row.
     pub(super) fn place(&self, row: usize) -> (usize, usize) {
-        let token = self.tokens[row / self.group_size()].token;
-        (token, self.kv_head * self.group_size() + row % self.group_size())
+        let token = self.tokens[row / self.group_size].token;
+        (token, self.kv_head * self.group_size + row % self.group_size)
     }
 
     /// Reads the queries. To be called before the tile's splits are computed with the same scratch.
@@ -120,7 +118,7 @@ impl Tile<'_> {
     #[inline(always)]
     pub(crate) unsafe fn load_queries<S: Simd>(&self, simd: S, scratch: &mut Scratch) {
         #[cfg(target_arch = "x86_64")]
-        if tile_amx::suits(simd, self).is_some() {
+        if tile_amx::suits(simd, &self.query, &self.key_cache).is_some() {
             // SAFETY: passed on.
             return unsafe { tile_amx::load_queries(self, &mut scratch.matrices) };
         }
@@ -154,22 +152,25 @@ impl Tile<'_> {
         &self,
         simd: S,
         scratch: &mut Scratch,
+        prefetch: &mut Prefetch<'_>,
         split: usize,
         partial: &mut [f32],
     ) {
         #[cfg(target_arch = "x86_64")]
-        if let Some(amx) = tile_amx::suits(simd, self) {
+        if let Some(amx) = tile_amx::suits(simd, &self.query, &self.key_cache) {
             // SAFETY: passed on.
-            return unsafe { tile_amx::compute_split(amx, self, &mut scratch.matrices, split, partial) };
+            return unsafe {
+                tile_amx::compute_split(amx, self, &mut scratch.matrices, prefetch, split, partial)
+            };
         }
         let (rows, row_len) = (self.num_rows(), partial_row_len(self.head_dim()));
         let first_row = (0..rows)
-            .step_by(self.group_size())
+            .step_by(self.group_size)
             .find(|&row| self.visible(row, split) > 0);
         let first_row = first_row.unwrap_or(rows);
         partial.fill(0.0);
         // SAFETY: passed on.
-        unsafe { self.compute_scores(simd, scratch, split, first_row) };
+        unsafe { self.compute_scores(simd, scratch, prefetch, split, first_row) };
         let scores = scratch.scores.slice(0..rows * SPLIT_LEN);
         for (row, weights) in scores.chunks_exact_mut(SPLIT_LEN).enumerate().skip(first_row) {
             let (largest, total) = soften(simd, weights, self.visible(row, split));
@@ -178,12 +179,19 @@ impl Tile<'_> {
             state[1] = total;
         }
         // SAFETY: passed on.
-        unsafe { self.sum_values(simd, scratch, split, first_row, partial) };
+        unsafe { self.sum_values(simd, scratch, prefetch, (split, first_row), partial) };
     }
 
     /// Fills the scores of every row from `first_row` on.
     #[inline(always)]
-    unsafe fn compute_scores<S: Simd>(&self, simd: S, scratch: &mut Scratch, split: usize, first_row: usize) {
+    unsafe fn compute_scores<S: Simd>(
+        &self,
+        simd: S,
+        scratch: &mut Scratch,
+        prefetch: &mut Prefetch<'_>,
+        split: usize,
+        first_row: usize,
+    ) {
         let (rows, head_dim) = (self.num_rows(), self.head_dim());
         let num_keys = self.visible(rows - 1, split);
         let query = scratch.query.slice(0..rows * head_dim);
@@ -191,15 +199,10 @@ impl Tile<'_> {
         let keys = scratch.keys.slice(0..KEY_TILE * head_dim);
         let start = split * SPLIT_LEN;
         let mut slots = self.slots(&self.key_cache, start);
-        // The values are asked for while the keys are read, so that their turn begins without a wait.
-        let mut ahead = [
-            self.slots(&self.key_cache, start + PREFETCH_LEN),
-            self.slots(&self.value_cache, start),
-        ];
         for tile_start in (0..num_keys).step_by(KEY_TILE) {
             let tile_len = KEY_TILE.min(num_keys - tile_start);
             // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
-            unsafe { pack_keys(simd, &mut slots, tile_len, &mut ahead, keys) };
+            unsafe { pack_keys(simd, &mut slots, tile_len, prefetch, keys) };
             let groups = tile_len.div_ceil(LANES);
             let mut row = first_row;
             while row < rows {
@@ -227,8 +230,8 @@ impl Tile<'_> {
         &self,
         simd: S,
         scratch: &mut Scratch,
-        split: usize,
-        first_row: usize,
+        prefetch: &mut Prefetch<'_>,
+        (split, first_row): (usize, usize),
         partial: &mut [f32],
     ) {
         let (rows, width) = (self.num_rows(), padded(self.head_dim()));
@@ -238,11 +241,10 @@ impl Tile<'_> {
         let values = scratch.values.slice(0..KEY_TILE * width);
         let start = split * SPLIT_LEN;
         let mut slots = self.slots(&self.value_cache, start);
-        let mut ahead = self.slots(&self.value_cache, start + PREFETCH_LEN);
         for tile_start in (0..num_keys).step_by(KEY_TILE) {
             let tile_len = KEY_TILE.min(num_keys - tile_start);
             // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
-            unsafe { pack_values(simd, &mut slots, tile_len, &mut ahead, values) };
+            unsafe { pack_values(simd, &mut slots, tile_len, prefetch, values) };
             let mut row = first_row;
             while row < rows {
                 let count = ROW_TILE.min(rows - row);

@@ -3,17 +3,18 @@
 //! The definition is that of `tile`, with bf16 factors and other orders, as fixed as those:
 //!
 //! ```text
-//! score[j] = (sum over d of query[d] * key[j][d]) * scale * log2 e      32 elements an instruction, d ascending
-//! weight[j] = 2^(score[j] - largest score), rounded to bf16
-//! total    = sum over j of weight[j]                                    j ascending, one accumulator
-//! value[d] = sum over j of weight[j] * value[j][d]                      32 positions an instruction, j ascending
+//! score[j]  = sum over d of query[d] * key[j][d]                   32 elements an instruction, d ascending
+//! weight[j] = 2^((score[j] - largest score) * scale * log2 e)      rounded to bf16 (`softmax_amx`)
+//! total     = sum over j of weight[j]                              32 positions an instruction, j ascending
+//! value[d]  = sum over j of weight[j] * value[j][d]                the same
 //! ```
 //!
-//! Scores are computed transposed, sixteen keys by sixteen rows: the keys are multiplied where they lie in the cache,
-//! and softmax has a row in each lane. A row's numbers do not depend on the others in its matrices: a position that it
-//! does not see has a weight of zero, and adds zero. Only zero times infinity or NaN would not be zero; where a row of
-//! the tile sees such a value and another one does not, the tokens of the tile are computed one by one. Slots behind
-//! what the tile sees may be read, but only into rows of scores that nobody looks at.
+//! Scores are computed transposed, sixteen keys by so many rows: the keys are multiplied where they lie in the cache.
+//! Rows are taken sixteen at a time, or four where there are few: the decodes of one sequence are as many rows as query
+//! heads share a key head. A row's numbers do not depend on the others in its matrices: a position that it does not see
+//! has a weight of zero, and adds zero. Only zero times infinity or NaN would not be zero; where a row of the tile sees
+//! such a value and another one does not, the tokens of the tile are computed one by one. Slots behind what the tile
+//! sees may be read, but only into rows of scores that nobody looks at.
 
 #![expect(
     clippy::inline_always,
@@ -21,18 +22,19 @@
 )]
 
 use std::arch::x86_64::{
-    __m512, __m512i, _mm256_loadu_si256, _mm512_and_si512, _mm512_castsi512_ps, _mm512_cmpgt_epi32_mask,
-    _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_mov_ps,
-    _mm512_or_si512, _mm512_permutexvar_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_si512,
-    _mm512_slli_epi32, _mm512_storeu_ps, _mm512_storeu_si512,
+    _mm512_loadu_ps, _mm512_loadu_si512, _mm512_permutex2var_ps, _mm512_set1_ps, _mm512_setzero_si512,
+    _mm512_storeu_ps, _mm512_storeu_si512, _mm512_unpackhi_epi16, _mm512_unpacklo_epi16,
 };
+use std::ops::Range;
 
 use super::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
 use super::element::Dtype;
 use super::isa::{AlignedBuffer, LANES, Simd};
-use super::tensor::CacheView;
+use super::prefetch::Prefetch;
+use super::softmax_amx::soften;
+use super::tensor::{CacheView, RowsView};
 use super::tile::Tile;
-use super::tile_loops::{SPLIT_LEN, Slots, partial_row_len, vector_at_mut};
+use super::tile_loops::{SPLIT_LEN, Slots, partial_row_len, vector_at, vector_at_mut};
 use super::x86::{Avx512, transpose_avx512};
 
 /// bf16 of a row of a tile, and products that one instruction adds up.
@@ -41,30 +43,72 @@ const DEPTH: usize = 32;
 /// f32, or pairs of bf16, of a tile.
 const TILE_ELEMENTS: usize = TILE_LEN * TILE_LEN;
 
-/// Accumulators.
+/// Accumulators of scores, and of columns of values.
 const NUM_SUMS: usize = 4;
+
+/// Rows of a tile with few of them.
+const FEW_ROWS: usize = 4;
+
+/// Tiles with at most this many rows are computed `FEW_ROWS` at a time: reading the keys again costs less than the idle
+/// lanes of softmax.
+const MAX_FEW_ROWS: usize = 8;
+
+/// Positions whose values are interleaved before they are multiplied: they stay in the nearest cache, and the stores
+/// are over when the tiles are loaded.
+const VALUE_STEP: usize = 64;
+
+/// A tile of ones, as bf16.
+static ONES: [u16; 2 * TILE_ELEMENTS] = [0x3f80; 2 * TILE_ELEMENTS];
 
 /// Memory of one thread, reused from tile to tile.
 #[derive(Default, Debug)]
 pub(super) struct Matrices {
-    /// `[rows / 16][head_dim / 32][16 pairs][16 rows]`
+    /// `[rows / R][head_dim / 32][16 pairs][16 rows]`, of which R are used, four or sixteen
     queries: AlignedBuffer,
-    /// `[SPLIT_LEN][16 rows]`
+    /// `[SPLIT_LEN][R rows]`, and the unused end of a row of a tile
     scores: AlignedBuffer,
-    /// `[SPLIT_LEN / 32][16 rows][16 pairs]`
+    /// `[SPLIT_LEN / 32][R rows][16 pairs]`, and what a tile reads behind its R rows
     weights: AlignedBuffer,
-    /// `[SPLIT_LEN / 32][head_dim / 16][16 pairs][16 columns]`
+    /// `[head_dim / 64][positions / 32][4 or 2][16 pairs][16 columns]`
     values: AlignedBuffer,
-    /// `[4][16 rows][16 columns]`
+    /// `[16 rows][4 or 2][16 columns]`, then `[16 rows][16]` totals
     sums: AlignedBuffer,
 }
 
 /// The proof of the instructions, if a tile has the types and sizes for them.
 #[inline(always)]
-pub(super) fn suits<S: Simd>(simd: S, tile: &Tile<'_>) -> Option<Amx> {
-    let bf16 = tile.query.dtype == Dtype::Bf16 && tile.key_cache.dtype == Dtype::Bf16;
-    let whole = tile.head_dim().is_multiple_of(DEPTH) && tile.key_cache.block_size.is_multiple_of(TILE_LEN);
+pub(super) fn suits<S: Simd>(simd: S, query: &RowsView, cache: &CacheView) -> Option<Amx> {
+    let bf16 = query.dtype == Dtype::Bf16 && cache.dtype == Dtype::Bf16;
+    let whole = query.head_dim.is_multiple_of(DEPTH) && cache.block_size.is_multiple_of(TILE_LEN);
     simd.amx().filter(|_| bf16 && whole)
+}
+
+/// The use of the tiles by one thread, all of the largest size: setting their shapes takes as long as some tens of
+/// keys.
+pub(super) struct Configured(Amx);
+
+impl Configured {
+    /// Begins to use them.
+    pub(super) fn new(amx: Amx) -> Self {
+        amx.configure(&Shapes::FULL);
+        Self(amx)
+    }
+}
+
+impl Drop for Configured {
+    fn drop(&mut self) {
+        self.0.release();
+    }
+}
+
+/// Rows that are computed at a time.
+#[inline(always)]
+fn rows_at_a_time(tile: &Tile<'_>) -> usize {
+    if tile.num_rows() <= MAX_FEW_ROWS {
+        FEW_ROWS
+    } else {
+        TILE_LEN
+    }
 }
 
 /// Reads the queries.
@@ -73,18 +117,18 @@ pub(super) fn suits<S: Simd>(simd: S, tile: &Tile<'_>) -> Option<Amx> {
 /// As `Tile::load_queries`; the tile suits.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn load_queries(tile: &Tile<'_>, matrices: &mut Matrices) {
-    let (num_rows, chunks) = (tile.num_rows(), tile.head_dim() / DEPTH);
-    let len = num_rows.div_ceil(TILE_LEN) * chunks * TILE_ELEMENTS;
+    let (num_rows, chunks, width) = (tile.num_rows(), tile.head_dim() / DEPTH, rows_at_a_time(tile));
+    let len = num_rows.div_ceil(width) * chunks * TILE_ELEMENTS;
     matrices.queries.reserve(len);
-    matrices.scores.reserve(SPLIT_LEN * TILE_LEN);
-    matrices.weights.reserve(SPLIT_LEN / DEPTH * TILE_ELEMENTS);
+    matrices.scores.reserve(SPLIT_LEN * width + TILE_LEN);
+    matrices.weights.reserve(SPLIT_LEN / 2 * width + TILE_ELEMENTS);
     matrices.values.reserve(SPLIT_LEN / 2 * tile.head_dim());
-    matrices.sums.reserve(NUM_SUMS * TILE_ELEMENTS);
+    matrices.sums.reserve((NUM_SUMS + 1) * TILE_ELEMENTS);
     let tiles = matrices.queries.slice(0..len).chunks_exact_mut(TILE_ELEMENTS);
     for (idx, packed) in tiles.enumerate() {
         let (group, chunk) = (idx / chunks, idx % chunks);
         let mut rows = [_mm512_set1_ps(0.0); LANES];
-        for (row, place) in (group * TILE_LEN..num_rows).zip(&mut rows) {
+        for (row, place) in (group * width..num_rows.min((group + 1) * width)).zip(&mut rows) {
             let (token, head) = tile.place(row);
             let address = tile.query.row(token, head).wrapping_add(chunk * ROW_BYTES);
             // SAFETY: 32 elements of a row, for which the caller vouches.
@@ -104,66 +148,48 @@ pub(super) unsafe fn load_queries(tile: &Tile<'_>, matrices: &mut Matrices) {
 ///
 /// # Safety
 /// As `Tile::compute_split`; the tile suits.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+#[inline(always)]
 pub(super) unsafe fn compute_split(
     amx: Amx,
     tile: &Tile<'_>,
     matrices: &mut Matrices,
+    prefetch: &mut Prefetch<'_>,
     split: usize,
     partial: &mut [f32],
 ) {
-    let (num_rows, width) = (tile.num_rows(), tile.head_dim());
-    let row_len = partial_row_len(width);
-    let all_keys = tile.visible(num_rows - 1, split);
-    let unshared = tile.visible(0, split)..all_keys;
+    let num_keys = tile.visible(tile.num_rows() - 1, split);
+    let unshared = tile.visible(0, split)..num_keys;
     // SAFETY: passed on; these are positions that some row sees.
-    if tile.tokens.len() > 1 && !unsafe { all_finite(tile, split, unshared) } {
-        // SAFETY: passed on.
-        return unsafe { compute_tokens(amx, tile, matrices, split, partial) };
-    }
-    amx.configure(&Shapes::FULL);
-    let mut is_packed = false;
-    for (group, partial) in partial.chunks_mut(TILE_LEN * row_len).enumerate() {
-        let first = group * TILE_LEN;
-        let count = TILE_LEN.min(num_rows - first);
-        let num_keys = tile.visible(first + count - 1, split);
-        let mut largest = [0.0; LANES];
-        let mut totals = [0.0; LANES];
-        if num_keys > 0 {
-            // SAFETY: passed on.
-            unsafe { score(amx, tile, matrices, split, (group, num_keys)) };
-            if !is_packed {
-                // The scores of the first rows have asked for the values.
-                // SAFETY: passed on.
-                unsafe { pack_values(tile, split, all_keys, &mut matrices.values) };
-                is_packed = true;
-            }
-            let mut visible = [num_keys; LANES];
-            for (lane, visible) in visible.iter_mut().enumerate().take(count) {
-                *visible = tile.visible(first + lane, split);
-            }
-            let factor = tile.scale * std::f32::consts::LOG2_E;
-            soften(amx, matrices, &visible, factor, (&mut largest, &mut totals));
-            // SAFETY: the weights and the values are packed.
-            unsafe { mix(amx, matrices, num_keys, (partial, width)) };
+    unsafe {
+        if tile.tokens.len() > 1 && !all_finite(tile, split, unshared) {
+            return compute_tokens(amx, tile, matrices, prefetch, split, partial);
         }
-        for (row, partial) in partial.chunks_exact_mut(row_len).enumerate() {
-            partial[width] = largest[row];
-            partial[width + 1] = totals[row];
+        let mut split = Split {
+            amx,
+            tile,
+            matrices,
+            prefetch,
+            split,
+            num_keys,
+        };
+        match rows_at_a_time(tile) {
+            FEW_ROWS => split.compute::<FEW_ROWS>(partial),
+            _ => split.compute::<TILE_LEN>(partial),
         }
     }
-    amx.release();
 }
 
 /// Computes one split token by token.
+#[cold]
 unsafe fn compute_tokens(
     amx: Amx,
     tile: &Tile<'_>,
     matrices: &mut Matrices,
+    prefetch: &mut Prefetch<'_>,
     split: usize,
     partial: &mut [f32],
 ) {
-    let len = tile.group_size() * partial_row_len(tile.head_dim());
+    let len = tile.group_size * partial_row_len(tile.head_dim());
     for (token, partial) in tile.tokens.chunks(1).zip(partial.chunks_exact_mut(len)) {
         let tile = Tile {
             tokens: token,
@@ -172,7 +198,7 @@ unsafe fn compute_tokens(
         // SAFETY: the caller vouches for the views.
         unsafe {
             load_queries(&tile, matrices);
-            compute_split(amx, &tile, matrices, split, partial);
+            compute_split(amx, &tile, matrices, prefetch, split, partial);
         }
     }
     // SAFETY: as above.
@@ -181,7 +207,7 @@ unsafe fn compute_tokens(
 
 /// Whether the values at some positions of a split are numbers.
 #[inline(always)]
-unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: std::ops::Range<usize>) -> bool {
+unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: Range<usize>) -> bool {
     const EXPONENT: u16 = 0x7f80;
     let start = split * SPLIT_LEN + positions.start;
     let mut slots = Slots::new(&tile.value_cache, tile.table, tile.kv_head, start);
@@ -191,8 +217,245 @@ unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: std::ops::Range<u
         #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
         let row = unsafe { std::slice::from_raw_parts(row.cast::<u16>(), tile.head_dim()) };
         row.iter()
-            .fold(all, |all, bits| all && bits & EXPONENT != EXPONENT)
+            .fold(all, |all, bits| all & (bits & EXPONENT != EXPONENT))
     })
+}
+
+/// One split of a tile, whose queries are loaded.
+struct Split<'k, 'a, 'p> {
+    amx: Amx,
+    tile: &'k Tile<'a>,
+    matrices: &'k mut Matrices,
+    prefetch: &'k mut Prefetch<'p>,
+    split: usize,
+    /// Positions of it that the tile sees.
+    num_keys: usize,
+}
+
+impl Split<'_, '_, '_> {
+    /// Computes the partial results, R rows at a time.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn compute<const R: usize>(&mut self, partial: &mut [f32]) {
+        let (num_rows, width) = (self.tile.num_rows(), self.tile.head_dim());
+        let row_len = partial_row_len(width);
+        let factor = self.tile.scale * std::f32::consts::LOG2_E;
+        let is_single = num_rows <= R;
+        if !is_single {
+            // SAFETY: passed on.
+            unsafe { self.pack_all_values() };
+        }
+        for (group, partial) in partial.chunks_mut(R * row_len).enumerate() {
+            let first = group * R;
+            let count = R.min(num_rows - first);
+            let num_keys = self.tile.visible(first + count - 1, self.split);
+            if num_keys == 0 {
+                for row in partial.chunks_exact_mut(row_len) {
+                    row[width + 1] = 0.0;
+                }
+                continue;
+            }
+            // SAFETY: passed on.
+            unsafe { self.score::<R>(group, num_keys) };
+            let visible: [usize; R] =
+                std::array::from_fn(|row| self.tile.visible(first + row.min(count - 1), self.split));
+            let padded = num_keys.next_multiple_of(DEPTH);
+            let largest = soften::<R>(
+                self.matrices.scores.slice(0..padded * R),
+                self.matrices.weights.slice(0..padded / 2 * R),
+                &visible,
+                factor,
+            );
+            // SAFETY: the weights are there, and the values if there are more groups than this one.
+            unsafe { self.mix::<R>(num_keys, is_single, partial) };
+            for (row, largest) in partial.chunks_exact_mut(row_len).zip(largest) {
+                row[width] = largest;
+            }
+        }
+    }
+
+    /// Multiplies the keys by the queries of a group of rows.
+    #[inline(always)]
+    unsafe fn score<const R: usize>(&mut self, group: usize, num_keys: usize) {
+        let (amx, tile) = (self.amx, self.tile);
+        let simd = Avx512::from(amx);
+        let chunks = tile.head_dim() / DEPTH;
+        let len = chunks * TILE_ELEMENTS;
+        let (cache, last) = (&tile.key_cache, (num_keys - 1) / TILE_LEN);
+        let stride = cache.slot_stride * cache.dtype.size();
+        let row_bytes = R * size_of::<f32>();
+        for first in (0..=last).step_by(NUM_SUMS) {
+            let mut keys = [std::ptr::null(); NUM_SUMS];
+            for (idx, keys) in keys.iter_mut().enumerate() {
+                // Behind the last group its scores are computed again, where nobody reads them.
+                let position = self.split * SPLIT_LEN + (first + idx).min(last) * TILE_LEN;
+                *keys = sixteen_slots(tile, cache, position);
+            }
+            if group == 0 {
+                let num_slots = (num_keys - first * TILE_LEN).min(NUM_SUMS * TILE_LEN);
+                self.prefetch.advance(simd, num_slots);
+            }
+            let queries = self.matrices.queries.slice(group * len..(group + 1) * len);
+            amx.clear();
+            for queries in queries.chunks_exact(TILE_ELEMENTS) {
+                // SAFETY: sixteen slots of one block, and a tile of queries.
+                unsafe { amx.add_products_of_lefts(keys, stride, queries.as_ptr().cast()) };
+                for keys in &mut keys {
+                    *keys = keys.wrapping_add(ROW_BYTES);
+                }
+            }
+            let start = first * TILE_LEN * R;
+            let len = (NUM_SUMS * TILE_LEN - 1) * R + TILE_LEN;
+            let scores = self.matrices.scores.slice(start..start + len);
+            // The end of every row of a tile, of no use, is overwritten by the next row, which is stored after it.
+            // SAFETY: room for four tiles with rows of R numbers, and the end of the last row.
+            unsafe { amx.store::<NUM_SUMS>(scores.as_mut_ptr().cast(), TILE_LEN * row_bytes, row_bytes) };
+        }
+    }
+
+    /// Multiplies the weights by the values, and adds up the weights, into rows of partial results.
+    #[inline(always)]
+    unsafe fn mix<const R: usize>(&mut self, num_keys: usize, is_single: bool, partial: &mut [f32]) {
+        let width = self.tile.head_dim();
+        // SAFETY: a tile of ones.
+        unsafe { self.amx.load_fifth(ONES.as_ptr().cast()) };
+        for column in (0..width).step_by(NUM_SUMS * TILE_LEN) {
+            // SAFETY: passed on.
+            unsafe {
+                if column + NUM_SUMS * TILE_LEN <= width {
+                    self.mix_columns::<R, NUM_SUMS>(column, num_keys, is_single, partial);
+                } else {
+                    self.mix_columns::<R, 2>(column, num_keys, is_single, partial);
+                }
+            }
+        }
+    }
+
+    /// The columns from one on, N tiles of them.
+    #[inline(always)]
+    unsafe fn mix_columns<const R: usize, const N: usize>(
+        &mut self,
+        column: usize,
+        num_keys: usize,
+        is_single: bool,
+        partial: &mut [f32],
+    ) {
+        let (amx, width) = (self.amx, self.tile.head_dim());
+        let row_len = partial_row_len(width);
+        amx.clear();
+        for first in (0..num_keys).step_by(VALUE_STEP) {
+            let positions = first..num_keys.min(first + VALUE_STEP);
+            let mut start = 0;
+            if is_single {
+                if column == 0 {
+                    self.prefetch.advance(Avx512::from(amx), positions.len());
+                }
+                // SAFETY: passed on.
+                unsafe { self.pack_values(positions.clone(), column..column + N * TILE_LEN, start) };
+            } else {
+                start = packed_start(self.num_keys, column) + first / DEPTH * N * TILE_ELEMENTS;
+            }
+            let chunks = positions.len().div_ceil(DEPTH);
+            let values = self
+                .matrices
+                .values
+                .slice(start..start + chunks * N * TILE_ELEMENTS);
+            for (chunk, values) in (first / DEPTH..).zip(values.chunks_exact(N * TILE_ELEMENTS)) {
+                let weights = chunk * TILE_LEN * R;
+                let weights = self.matrices.weights.slice(weights..weights + TILE_ELEMENTS);
+                // SAFETY: a tile of weights and N of values.
+                unsafe { amx.add_products_of_rights::<N>(weights.as_ptr().cast(), values.as_ptr().cast()) };
+            }
+        }
+        let sums = self.matrices.sums.slice(0..(N + 1) * TILE_ELEMENTS);
+        let (sums, totals) = sums.split_at_mut(N * TILE_ELEMENTS);
+        // SAFETY: room for the tiles.
+        unsafe {
+            amx.store::<N>(sums.as_mut_ptr().cast(), ROW_BYTES, N * ROW_BYTES);
+            amx.store_fifth(totals.as_mut_ptr().cast(), ROW_BYTES);
+        }
+        let rows = sums.chunks_exact(N * TILE_LEN).zip(totals.chunks_exact(TILE_LEN));
+        for ((sums, totals), partial) in rows.zip(partial.chunks_exact_mut(row_len)) {
+            let columns = partial[column..column + N * TILE_LEN].chunks_exact_mut(2 * TILE_LEN);
+            for (sums, columns) in sums.chunks_exact(2 * TILE_LEN).zip(columns) {
+                // SAFETY: the instructions are there.
+                unsafe { restore_order(sums, columns) };
+            }
+            partial[width + 1] = totals[0];
+        }
+    }
+
+    /// Interleaves all values of the split.
+    #[inline(always)]
+    unsafe fn pack_all_values(&mut self) {
+        let width = self.tile.head_dim();
+        for column in (0..width).step_by(NUM_SUMS * TILE_LEN) {
+            let columns = column..width.min(column + NUM_SUMS * TILE_LEN);
+            for first in (0..self.num_keys).step_by(VALUE_STEP) {
+                let positions = first..self.num_keys.min(first + VALUE_STEP);
+                if column == 0 {
+                    self.prefetch.advance(Avx512::from(self.amx), positions.len());
+                }
+                let start = packed_start(self.num_keys, column) + first / DEPTH * columns.len() * TILE_LEN;
+                // SAFETY: passed on.
+                unsafe { self.pack_values(positions, columns.clone(), start) };
+            }
+        }
+    }
+
+    /// Interleaves the values of neighbouring positions, of some of the columns, into tiles from `start` on; zeros fill
+    /// up the last ones. The first of every two tiles takes from each eight columns the lower four, the other one the
+    /// upper four: `restore_order`.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn pack_values(&mut self, positions: Range<usize>, columns: Range<usize>, start: usize) {
+        let (tile, cache) = (self.tile, &self.tile.value_cache);
+        let stride = cache.slot_stride * cache.dtype.size();
+        let chunk_len = columns.len() * TILE_LEN;
+        let num_chunks = positions.len().div_ceil(DEPTH);
+        let values = self.matrices.values.slice(start..start + num_chunks * chunk_len);
+        for (half, first) in (positions.start..positions.start + num_chunks * DEPTH)
+            .step_by(TILE_LEN)
+            .enumerate()
+        {
+            let count = positions.end.saturating_sub(first).min(TILE_LEN);
+            let slots = if count > 0 {
+                sixteen_slots(tile, cache, self.split * SPLIT_LEN + first)
+            } else {
+                std::ptr::null()
+            };
+            for (idx, column) in columns.clone().step_by(DEPTH).enumerate() {
+                let place = half / 2 * chunk_len + 2 * idx * TILE_ELEMENTS + half % 2 * TILE_ELEMENTS / 2;
+                for pair in 0..TILE_LEN / 2 {
+                    let low = slots.wrapping_add(2 * pair * stride + 2 * column);
+                    let mut both = [_mm512_setzero_si512(); 2];
+                    // SAFETY: 32 elements of a slot, for which the caller vouches.
+                    unsafe {
+                        if 2 * pair < count {
+                            both[0] = _mm512_loadu_si512(low.cast());
+                        }
+                        if 2 * pair + 1 < count {
+                            both[1] = _mm512_loadu_si512(low.wrapping_add(stride).cast());
+                        }
+                    }
+                    let [low, high] = both;
+                    let place = place + pair * TILE_LEN;
+                    let lower = vector_at_mut(values, place).as_mut_ptr();
+                    let upper = vector_at_mut(values, place + TILE_ELEMENTS).as_mut_ptr();
+                    // SAFETY: sixteen numbers each.
+                    unsafe {
+                        _mm512_storeu_si512(lower.cast(), _mm512_unpacklo_epi16(low, high));
+                        _mm512_storeu_si512(upper.cast(), _mm512_unpackhi_epi16(low, high));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Where the packed values of the columns from one on begin.
+#[inline(always)]
+fn packed_start(num_keys: usize, column: usize) -> usize {
+    num_keys.next_multiple_of(DEPTH) / 2 * column
 }
 
 /// Address of the first of sixteen slots that lie in one block; the position is a multiple of sixteen.
@@ -203,234 +466,22 @@ fn sixteen_slots(tile: &Tile<'_>, cache: &CacheView, position: usize) -> *const 
     cache.row(block, tile.kv_head, position % cache.block_size)
 }
 
-/// Interleaves the values of neighbouring positions; zeros fill up the last tiles.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-unsafe fn pack_values(tile: &Tile<'_>, split: usize, num_keys: usize, values: &mut AlignedBuffer) {
-    let columns = tile.head_dim() / TILE_LEN;
-    let cache = &tile.value_cache;
-    let stride = cache.slot_stride * cache.dtype.size();
-    let len = num_keys.div_ceil(DEPTH) * columns * TILE_ELEMENTS;
-    let values = values.slice(0..len);
-    for first in (0..num_keys.next_multiple_of(DEPTH)).step_by(TILE_LEN) {
-        // Eight pairs of rows of every tile of a chunk.
-        let start = first / DEPTH * columns * TILE_ELEMENTS + first % DEPTH / 2 * TILE_LEN;
-        let count = num_keys.saturating_sub(first).min(TILE_LEN);
-        let slots = if count > 0 {
-            sixteen_slots(tile, cache, split * SPLIT_LEN + first)
-        } else {
-            std::ptr::null()
-        };
-        for pair in 0..TILE_LEN / 2 {
-            let low = slots.wrapping_add(2 * pair * stride);
-            let high = low.wrapping_add(stride);
-            for column in 0..columns {
-                let offset = 2 * TILE_LEN * column;
-                let mut both = _mm512_setzero_si512();
-                if 2 * pair < count {
-                    // SAFETY: sixteen elements of a slot, for which the caller vouches.
-                    let narrow = unsafe { _mm256_loadu_si256(low.wrapping_add(offset).cast()) };
-                    both = _mm512_cvtepu16_epi32(narrow);
-                }
-                if 2 * pair + 1 < count {
-                    // SAFETY: as above.
-                    let narrow = unsafe { _mm256_loadu_si256(high.wrapping_add(offset).cast()) };
-                    both = _mm512_or_si512(both, _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)));
-                }
-                let place = vector_at_mut(values, start + column * TILE_ELEMENTS + pair * TILE_LEN);
-                // SAFETY: sixteen numbers.
-                unsafe { _mm512_storeu_si512(place.as_mut_ptr().cast(), both) };
-            }
-        }
-    }
-}
-
-/// Asks for sixteen slots of keys and of values, if the tile sees the position.
-#[inline(always)]
-fn prefetch(simd: Avx512, tile: &Tile<'_>, cache: &CacheView, position: usize) {
-    if position >= tile.tokens[tile.tokens.len() - 1].visible {
-        return;
-    }
-    let slots = sixteen_slots(tile, cache, position);
-    let stride = cache.slot_stride * cache.dtype.size();
-    for slot in 0..TILE_LEN {
-        for byte in (0..2 * cache.head_dim).step_by(ROW_BYTES) {
-            simd.prefetch(slots.wrapping_add(slot * stride + byte));
-        }
-    }
-}
-
-/// Multiplies the keys of a split by the queries of a group of rows; `(group, number of keys)`.
-#[inline(always)]
-unsafe fn score(
-    amx: Amx,
-    tile: &Tile<'_>,
-    matrices: &mut Matrices,
-    split: usize,
-    (group, num_keys): (usize, usize),
-) {
-    let simd = Avx512::from(amx);
-    let chunks = tile.head_dim() / DEPTH;
-    let queries = matrices
-        .queries
-        .slice(group * chunks * TILE_ELEMENTS..(group + 1) * chunks * TILE_ELEMENTS);
-    let (cache, last) = (&tile.key_cache, (num_keys - 1) / TILE_LEN);
-    let stride = cache.slot_stride * cache.dtype.size();
-    for first in (0..=last).step_by(NUM_SUMS) {
-        let mut keys = [std::ptr::null(); NUM_SUMS];
-        for (idx, keys) in keys.iter_mut().enumerate() {
-            // Behind the last group its scores are computed again, where nobody reads them.
-            let position = split * SPLIT_LEN + (first + idx).min(last) * TILE_LEN;
-            *keys = sixteen_slots(tile, cache, position);
-            if group == 0 && first + idx <= last {
-                prefetch(simd, tile, &tile.value_cache, position);
-                prefetch(simd, tile, cache, position + NUM_SUMS * TILE_LEN);
-            }
-        }
-        amx.clear();
-        for queries in queries.chunks_exact(TILE_ELEMENTS) {
-            // SAFETY: sixteen slots of one block, and a tile of queries.
-            unsafe { amx.add_products_of_lefts(keys, stride, queries.as_ptr().cast()) };
-            for keys in &mut keys {
-                *keys = keys.wrapping_add(ROW_BYTES);
-            }
-        }
-        let start = first * TILE_ELEMENTS;
-        amx.store(matrices.scores.slice(start..start + NUM_SUMS * TILE_ELEMENTS));
-    }
-}
-
-/// Turns scores into weights, and says the largest score and the total of the weights of every row.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-fn soften(
-    amx: Amx,
-    matrices: &mut Matrices,
-    visible: &[usize; LANES],
-    factor: f32,
-    (largest_out, totals_out): (&mut [f32; LANES], &mut [f32; LANES]),
-) {
-    let simd = Avx512::from(amx);
-    let num_keys = visible[LANES - 1];
-    let padded = num_keys.next_multiple_of(DEPTH);
-    let scores = matrices
-        .scores
-        .slice(0..padded * TILE_LEN)
-        .as_chunks_mut::<LANES>()
-        .0;
-    let largest = find_largest(simd, scores, visible, factor);
-    let mut total = simd.splat(0.0);
-    let weights = matrices.weights.slice(0..padded / 2 * TILE_LEN);
-    for (scores, weights) in scores
-        .as_chunks::<DEPTH>()
-        .0
-        .iter()
-        .zip(weights.chunks_exact_mut(TILE_ELEMENTS))
-    {
-        let mut pairs = [simd.splat(0.0); LANES];
-        for (pair, scores) in pairs.iter_mut().zip(scores.as_chunks::<2>().0) {
-            let even = simd.exp2(simd.sub(simd.load(&scores[0]), largest));
-            let odd = simd.exp2(simd.sub(simd.load(&scores[1]), largest));
-            let both = round_pairs(even, odd);
-            total = simd.add(total, _mm512_castsi512_ps(_mm512_slli_epi32::<16>(both)));
-            total = simd.add(total, _mm512_castsi512_ps(high_halves(both)));
-            *pair = _mm512_castsi512_ps(both);
-        }
-        for (row, place) in simd.transpose(pairs).into_iter().zip(weights.as_chunks_mut().0) {
-            simd.store(row, place);
-        }
-    }
-    simd.store(largest, largest_out);
-    simd.store(total, totals_out);
-}
-
-/// Scales the scores, replaces those that a row does not see by minus infinity, and returns the largest of each row.
-#[inline(always)]
-fn find_largest(simd: Avx512, scores: &mut [[f32; LANES]], visible: &[usize; LANES], factor: f32) -> __m512 {
-    let factor = simd.splat(factor);
-    let nothing = simd.splat(f32::NEG_INFINITY);
-    let (seen_by_all, others) = scores.split_at_mut(visible[0]);
-    // Not minus infinity: that minus itself would make a weight of NaN in a row that sees nothing.
-    let mut largest = simd.splat(f32::MIN);
-    for score in seen_by_all {
-        let scaled = simd.mul(simd.load(score), factor);
-        largest = simd.max(largest, scaled);
-        simd.store(scaled, score);
-    }
-    let limits = visible.map(|visible| i32::try_from(visible).expect("at most a split"));
-    for (key, score) in (visible[0]..).zip(others) {
-        let key = i32::try_from(key).expect("at most a split");
-        let scaled = simd.mul(simd.load(score), factor);
-        // SAFETY: the value of `simd` proves the instructions; sixteen numbers.
-        let scaled = unsafe {
-            let limits = _mm512_loadu_si512(limits.as_ptr().cast());
-            let seen = _mm512_cmpgt_epi32_mask(limits, _mm512_set1_epi32(key));
-            _mm512_mask_mov_ps(nothing, seen, scaled)
-        };
-        largest = simd.max(largest, scaled);
-        simd.store(scaled, score);
-    }
-    largest
-}
-
-/// Rounds to bf16, the numbers of `even` into the low halves of the lanes.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn round_pairs(even: __m512, odd: __m512) -> __m512i {
-    const fn interleaved() -> [u16; 2 * LANES] {
-        let mut order = [0; 2 * LANES];
-        let mut lane = 0;
-        while lane < 2 * LANES {
-            #[expect(clippy::cast_possible_truncation, reason = "a lane is a small number")]
-            let source = (lane / 2 + lane % 2 * LANES) as u16;
-            order[lane] = source;
-            lane += 1;
-        }
-        order
-    }
-    const ORDER: [u16; 2 * LANES] = interleaved();
-    // SAFETY: vectors of the same size; the type of bf16 vectors has no operations of its own.
-    unsafe {
-        let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(odd, even));
-        _mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER.as_ptr().cast()), rounded)
-    }
-}
-
+/// Puts the sums of two tiles of columns, as `pack_values` makes them, into the order of the columns.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn high_halves(pairs: __m512i) -> __m512i {
-    _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))
-}
-
-/// Multiplies weights by values; the sums go to `(rows of partial results, head_dim)`.
-#[inline(always)]
-unsafe fn mix(amx: Amx, matrices: &mut Matrices, num_keys: usize, (partial, width): (&mut [f32], usize)) {
-    let columns = width / TILE_LEN;
-    let chunks = num_keys.div_ceil(DEPTH);
-    let row_len = partial_row_len(width);
-    let weights = matrices.weights.slice(0..chunks * TILE_ELEMENTS);
-    let values = matrices.values.slice(0..chunks * columns * TILE_ELEMENTS);
-    for first in (0..columns).step_by(NUM_SUMS) {
-        let count = NUM_SUMS.min(columns - first);
-        amx.clear();
-        for (weights, values) in weights
-            .chunks_exact(TILE_ELEMENTS)
-            .zip(values.chunks_exact(columns * TILE_ELEMENTS))
-        {
-            let values = values[first * TILE_ELEMENTS..(first + count) * TILE_ELEMENTS].as_ptr();
-            // SAFETY: a tile of weights and `count` of values, an even number.
-            unsafe {
-                if count == NUM_SUMS {
-                    amx.add_products_of_rights(weights.as_ptr().cast(), values.cast());
-                } else {
-                    amx.add_products_of_two_rights(weights.as_ptr().cast(), values.cast());
-                }
-            }
-        }
-        let sums = matrices.sums.slice(0..NUM_SUMS * TILE_ELEMENTS);
-        amx.store(sums);
-        for (column, sums) in sums.chunks_exact(TILE_ELEMENTS).enumerate().take(count) {
-            for (partial, sums) in partial.chunks_exact_mut(row_len).zip(sums.as_chunks::<LANES>().0) {
-                *vector_at_mut(partial, (first + column) * TILE_LEN) = *sums;
-            }
+fn restore_order(sums: &[f32], columns: &mut [f32]) {
+    const ORDER: [[i32; LANES]; 2] = [
+        [0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23],
+        [8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31],
+    ];
+    // SAFETY: sixteen numbers each.
+    unsafe {
+        let lower = _mm512_loadu_ps(vector_at(sums, 0).as_ptr());
+        let upper = _mm512_loadu_ps(vector_at(sums, LANES).as_ptr());
+        for (half, order) in ORDER.iter().enumerate() {
+            let order = _mm512_loadu_si512(order.as_ptr().cast());
+            let place = vector_at_mut(columns, half * LANES).as_mut_ptr();
+            _mm512_storeu_ps(place, _mm512_permutex2var_ps(lower, order, upper));
         }
     }
 }

@@ -10,6 +10,7 @@
 
 use super::element::{Dtype, load_row};
 use super::isa::{LANES, Simd};
+use super::prefetch::Prefetch;
 use super::tensor::CacheView;
 
 /// Positions of a split. Part of the definition of the result: another value gives other last bits.
@@ -17,13 +18,6 @@ pub(super) const SPLIT_LEN: usize = 256;
 
 /// Keys that are widened at a time; their f32 copies stay in the nearest cache.
 pub(super) const KEY_TILE: usize = 64;
-
-/// Positions between a key that is read and the one that is asked for. Blocks are scattered over memory, so that the
-/// processor does not foresee the next one by itself.
-pub(super) const PREFETCH_LEN: usize = 32;
-
-/// Bytes that memory hands over at once.
-const CACHE_LINE_BYTES: usize = 64;
 
 /// Query rows whose accumulators share the loads of keys and values.
 pub(super) const ROW_TILE: usize = 4;
@@ -61,16 +55,6 @@ impl<'a> Slots<'a> {
             self.block_idx += 1;
         }
         Some(row)
-    }
-
-    /// Asks for the cache lines of the next position's row, if there is one.
-    #[inline(always)]
-    pub(super) fn prefetch_row<S: Simd>(&mut self, simd: S) {
-        if let Some(row) = self.next_row() {
-            for byte in (0..self.cache.head_dim * self.cache.dtype.size()).step_by(CACHE_LINE_BYTES) {
-                simd.prefetch(row.wrapping_add(byte));
-            }
-        }
     }
 }
 
@@ -128,7 +112,7 @@ pub(super) fn vector_at_mut(numbers: &mut [f32], start: usize) -> &mut [f32; LAN
 }
 
 /// Widens and transposes the next `num_keys` keys into groups of sixteen; the last group is filled up with zeros. Asks
-/// for a row of each of `ahead` per key.
+/// for as many slots ahead.
 ///
 /// # Safety
 /// The next `num_keys` slots are readable.
@@ -137,7 +121,7 @@ pub(super) unsafe fn pack_keys<S: Simd>(
     simd: S,
     slots: &mut Slots<'_>,
     num_keys: usize,
-    ahead: &mut [Slots<'_>],
+    prefetch: &mut Prefetch<'_>,
     keys: &mut [f32],
 ) {
     let (dtype, head_dim) = (slots.cache.dtype, slots.cache.head_dim);
@@ -149,10 +133,8 @@ pub(super) unsafe fn pack_keys<S: Simd>(
         let mut sources = [std::ptr::null(); LANES];
         for source in &mut sources[..count] {
             *source = slots.next_row().expect("checked: the table holds the sequence");
-            for slots in ahead.iter_mut() {
-                slots.prefetch_row(simd);
-            }
         }
+        prefetch.advance(simd, count);
         for first in (0..head_dim).step_by(LANES) {
             let mut rows = [simd.splat(0.0); LANES];
             for (row, &source) in rows.iter_mut().zip(&sources[..count]) {
@@ -167,7 +149,8 @@ pub(super) unsafe fn pack_keys<S: Simd>(
     }
 }
 
-/// Widens the next `num_keys` values, each padded with zeros to whole vectors. Asks for a row of `ahead` per value.
+/// Widens the next `num_keys` values, each padded with zeros to whole vectors. Asks
+/// for as many slots ahead.
 ///
 /// # Safety
 /// The next `num_keys` slots are readable.
@@ -176,13 +159,19 @@ pub(super) unsafe fn pack_values<S: Simd>(
     simd: S,
     slots: &mut Slots<'_>,
     num_keys: usize,
-    ahead: &mut Slots<'_>,
+    prefetch: &mut Prefetch<'_>,
     values: &mut [f32],
 ) {
     let (dtype, head_dim) = (slots.cache.dtype, slots.cache.head_dim);
-    for packed in values.chunks_exact_mut(padded(head_dim)).take(num_keys) {
+    for (idx, packed) in values
+        .chunks_exact_mut(padded(head_dim))
+        .take(num_keys)
+        .enumerate()
+    {
+        if idx % LANES == 0 {
+            prefetch.advance(simd, LANES.min(num_keys - idx));
+        }
         let source = slots.next_row().expect("checked: the table holds the sequence");
-        ahead.prefetch_row(simd);
         for (idx, place) in packed.as_chunks_mut().0.iter_mut().enumerate() {
             // SAFETY: the caller vouches for the slots.
             let vector = unsafe { load_padded(simd, dtype, source, idx * LANES, head_dim) };
