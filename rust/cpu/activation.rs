@@ -109,9 +109,9 @@ impl Kernel for ActivateRows<'_> {
     }
 }
 
-/// x / (1 + e^-x), by e^-|x|, which cannot overflow.
+/// x / (1 + e^-x), by e^-|x|, which cannot overflow. Also for gated products.
 #[inline(always)]
-fn silu<S: Simd>(simd: S, x: S::V) -> S::V {
+pub(super) fn silu<S: Simd>(simd: S, x: S::V) -> S::V {
     let zero = simd.splat(0.0);
     let magnitude = simd.max(x, simd.sub(zero, x));
     let power = simd.exp2(simd.mul(magnitude, simd.splat(-std::f32::consts::LOG2_E)));

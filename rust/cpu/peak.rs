@@ -1,8 +1,10 @@
 //! What the processor could do at most: the ceilings that kernels are measured against.
 //!
 //! Called by the benchmarks (`benches/linear.rs`, and `python -m pagedkv.bench where` through the bindings), in the same
-//! run as what they measure. The loops read nothing but registers, and have more sums than an instruction's latency
-//! can hide.
+//! run as what they measure. The loops have more sums than an instruction's latency can hide, and multiply numbers whose
+//! digits differ: tiles of zeros are multiplied 1.2 to 2.5 times as fast, because the processor slows the unit down when
+//! it takes too much power. `amx_bf16_with_loads` reads its operands from the nearest cache, as any product of matrices
+//! must (four tiles loaded for four products are the least that eight registers allow); all others read registers.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -65,7 +67,7 @@ impl Stream {
         let words = unsafe { std::slice::from_raw_parts(self.0.address().cast::<u64>(), len) };
         on_threads(num_threads, |idx| {
             let part = &words[len * idx / num_threads..len * (idx + 1) / num_threads];
-            black_box(part.iter().fold(0_u64, |sum, word| sum.wrapping_add(*word)));
+            black_box(sum(part));
         });
     }
 }
@@ -77,6 +79,16 @@ impl Default for Stream {
         unsafe { memory.address().write_bytes(1, Self::NUM_BYTES) };
         Self(memory)
     }
+}
+
+/// Sum of numbers, on vectors where there are some.
+fn sum(words: &[u64]) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx512f") {
+        // SAFETY: the processor has the instructions.
+        return unsafe { loops::sum(words) };
+    }
+    words.iter().fold(0, |sum: u64, word| sum.wrapping_add(*word))
 }
 
 /// Measures on as many threads as the kernels use: "read" in bytes a second, and each peak in operations a second.
@@ -112,14 +124,16 @@ fn rate(amount: usize, work: impl Fn()) -> f64 {
 mod loops {
     use std::arch::asm;
     use std::arch::x86_64::{
-        __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_set1_epi16, _mm512_set1_ps,
-        _mm512_setzero_ps,
+        __m512, __m512bh, _MM_HINT_T1, _mm_prefetch, _mm512_add_epi64, _mm512_dpbf16_ps, _mm512_fmadd_ps,
+        _mm512_loadu_si512, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_storeu_si512,
     };
     use std::hint::black_box;
     use std::mem::transmute;
 
+    use half::bf16;
+
     use super::Peak;
-    use crate::cpu::amx::Shapes;
+    use crate::cpu::amx::{ROW_BYTES, Shapes, TILE_LEN};
     use crate::cpu::element::Dtype;
     use crate::cpu::linear::Arithmetic;
 
@@ -146,23 +160,76 @@ mod loops {
                 // SAFETY: as above.
                 run: |rounds| unsafe { amx(rounds) },
             },
+            Peak {
+                name: "amx_bf16_with_loads",
+                operations: 4 * 16 * 16 * 64,
+                // SAFETY: as above.
+                run: |rounds| unsafe { amx_with_loads(rounds) },
+            },
         ];
         let present: Vec<_> = Arithmetic::available(Dtype::Bf16)
             .into_iter()
             .map(Arithmetic::name)
             .collect();
         all.into_iter()
-            .filter(|peak| present.contains(&peak.name))
+            .filter(|peak| present.contains(&peak.name.trim_end_matches("_with_loads")))
             .collect()
+    }
+
+    /// Streams that a thread reads at once, as a product of one row reads panels.
+    const STREAMS: usize = 4;
+
+    /// Bytes that a stream is fetched ahead.
+    const AHEAD: usize = 4096;
+
+    /// Sum of numbers.
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn sum(words: &[u64]) -> u64 {
+        let lines = words.as_chunks::<8>().0;
+        let len = lines.len() / STREAMS;
+        let mut sums = [_mm512_setzero_si512(); STREAMS];
+        for idx in 0..len {
+            for (stream, sum) in sums.iter_mut().enumerate() {
+                let line: *const i8 = lines[stream * len + idx].as_ptr().cast();
+                _mm_prefetch::<_MM_HINT_T1>(line.wrapping_add(AHEAD));
+                // SAFETY: a line is 64 bytes.
+                *sum = _mm512_add_epi64(*sum, unsafe { _mm512_loadu_si512(line.cast()) });
+            }
+        }
+        let mut lanes = [0_u64; 8];
+        let total = sums.into_iter().reduce(|sum, other| _mm512_add_epi64(sum, other));
+        // SAFETY: there is room for eight.
+        unsafe {
+            _mm512_storeu_si512(
+                lanes.as_mut_ptr().cast(),
+                total.unwrap_or_else(|| _mm512_setzero_si512()),
+            );
+        };
+        lanes.into_iter().fold(0, u64::wrapping_add)
+    }
+
+    /// Numbers of all sizes below one half, with all digits in use: how fast products are may depend on them, because
+    /// digits that change take power.
+    fn operands<const N: usize>() -> [[bf16; 32]; N] {
+        let mut state = 1_u32;
+        [(); N].map(|()| {
+            [(); 32].map(|()| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let [_, _, low, high] = state.to_le_bytes();
+                bf16::from_f32(f32::from(u16::from_le_bytes([low, high])) / 131_072.0 - 0.25)
+            })
+        })
     }
 
     #[target_feature(enable = "avx512f")]
     fn fma(rounds: usize) {
-        let x = black_box(_mm512_set1_ps(1.0));
+        let numbers = operands::<4>();
+        // SAFETY: a row is 64 bytes, and any bits are an f32; those of two bf16 are an ordinary one.
+        let x = black_box(numbers.map(|row| unsafe { transmute::<[bf16; 32], __m512>(row) }));
         let mut sums = [_mm512_setzero_ps(); SUMS];
         for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = _mm512_fmadd_ps(x, x, *sum);
+            for (idx, sum) in sums.iter_mut().enumerate() {
+                *sum = _mm512_fmadd_ps(x[idx % 2], x[2 + idx / 2 % 2], *sum);
             }
         }
         black_box(sums);
@@ -170,39 +237,68 @@ mod loops {
 
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     fn dot(rounds: usize) {
+        let numbers = operands::<4>();
         // SAFETY: both types are 64 bytes.
-        let x = unsafe { transmute::<__m512i, __m512bh>(black_box(_mm512_set1_epi16(0x3f80))) };
+        let x = black_box(numbers.map(|row| unsafe { transmute::<[bf16; 32], __m512bh>(row) }));
         let mut sums = [_mm512_setzero_ps(); SUMS];
         for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = _mm512_dpbf16_ps(*sum, x, x);
+            for (idx, sum) in sums.iter_mut().enumerate() {
+                *sum = _mm512_dpbf16_ps(*sum, x[idx % 2], x[2 + idx / 2 % 2]);
             }
         }
         black_box(sums);
     }
 
+    /// Multiplies the tiles 4 and 5 by 6 and 7, after `$load`.
+    macro_rules! tiles {
+        ($rounds:expr, $($load:literal,)*) => {{
+            let shapes = Shapes::FULL;
+            let operands = operands::<{ 4 * TILE_LEN }>();
+            // SAFETY: the caller vouches for the instructions. The configuration is valid, the operands are four tiles,
+            // and only tiles are changed, which nobody else here uses.
+            unsafe {
+                asm!(
+                    "ldtilecfg [{shapes}]",
+                    "tileloadd tmm4, [{x} + {row}*1]",
+                    "tileloadd tmm5, [{x} + {row}*1 + 1024]",
+                    "tileloadd tmm6, [{x} + {row}*1 + 2048]",
+                    "tileloadd tmm7, [{x} + {row}*1 + 3072]",
+                    "2:",
+                    $($load,)*
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    "dec {rounds}",
+                    "jnz 2b",
+                    "tilerelease",
+                    shapes = in(reg) &raw const shapes,
+                    x = in(reg) &raw const operands,
+                    row = in(reg) ROW_BYTES,
+                    rounds = inout(reg) $rounds => _,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack, readonly),
+                );
+            }
+        }};
+    }
+
     /// # Safety
     /// The process may use tiles: `Arithmetic::available` asked for them.
     unsafe fn amx(rounds: usize) {
-        let shapes = Shapes::FULL;
-        // SAFETY: the configuration is valid; only tiles are changed, which nobody else here uses.
-        unsafe {
-            asm!(
-                "ldtilecfg [{shapes}]",
-                "2:",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "dec {rounds}",
-                "jnz 2b",
-                "tilerelease",
-                shapes = in(reg) &raw const shapes,
-                rounds = inout(reg) rounds => _,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack, readonly),
-            );
-        }
+        tiles!(rounds,);
+    }
+
+    /// # Safety
+    /// As `amx`.
+    unsafe fn amx_with_loads(rounds: usize) {
+        tiles!(
+            rounds,
+            "tileloadd tmm4, [{x} + {row}*1]",
+            "tileloadd tmm5, [{x} + {row}*1 + 1024]",
+            "tileloadd tmm6, [{x} + {row}*1 + 2048]",
+            "tileloadd tmm7, [{x} + {row}*1 + 3072]",
+        );
     }
 }

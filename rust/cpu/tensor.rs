@@ -27,6 +27,12 @@ unsafe impl Send for MatrixView {}
 unsafe impl Sync for MatrixView {}
 
 impl MatrixView {
+    /// Bytes of the elements of a row.
+    #[inline]
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.width * self.dtype.size()
+    }
+
     /// Address of a row's first element.
     #[inline]
     pub(crate) fn row(&self, row: usize) -> *mut u8 {

@@ -7,7 +7,7 @@
 use std::arch::asm;
 use std::cell::Cell;
 
-use super::piece::{MicroKernel, Tile};
+use super::piece::{MicroKernel, Pass, Tile};
 use crate::cpu::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
 
@@ -20,6 +20,11 @@ pub(super) struct Tiles<'a> {
     amx: Amx,
     /// Rows of the upper and of the lower tiles, as configured.
     shape: &'a Cell<(usize, usize)>,
+}
+
+/// Panels of the widest tile of so many rows.
+pub(super) fn group_panels(num_rows: usize) -> usize {
+    if num_rows > TILE_LEN { 2 } else { 4 }
 }
 
 /// Calls `work` on this thread, and gives the tiles up afterwards.
@@ -44,58 +49,83 @@ impl Tiles<'_> {
     }
 }
 
-/// Begins the sums in four tiles: zeros, or what was put aside. `$at` are their offsets from the sums.
+/// Runs `$step` for every step along K, from zeros, and then `$end`.
 macro_rules! multiply {
-    ($tile:expr, [$($begin:literal,)*], [$($zero:literal,)*], [$($step:literal,)*], [$($end:literal,)*], $($operand:tt)*) => {
-        if $tile.resumes {
-            asm!($($begin,)* "2:", $($step,)* "dec {steps}", "jnz 2b", $($end,)* $($operand)*)
-        } else {
-            asm!($($zero,)* "2:", $($step,)* "dec {steps}", "jnz 2b", $($end,)* $($operand)*)
-        }
+    ([$($zero:literal,)*], [$($step:literal,)*], [$($end:literal,)*], $($operand:tt)*) => {
+        asm!($($zero,)* "2:", $($step,)* "dec {steps}", "jnz 2b", $($end,)* $($operand)*)
     };
 }
 
-/// Up to 32 rows, more than 16, by two panels.
-unsafe fn two_by_two(tile: &Tile) {
-    let lower = tile.x.wrapping_add(TILE_LEN * tile.x_stride);
-    let sums_bytes = tile.sums_stride * size_of::<f32>();
-    // SAFETY: the caller vouches for the memory, and configured the tiles.
-    unsafe {
-        multiply!(
-            tile,
-            [
-                "tileloadd tmm0, [{s0} + {ss}*1]", "tileloadd tmm1, [{s0} + {ss}*1 + 64]",
-                "tileloadd tmm2, [{s1} + {ss}*1]", "tileloadd tmm3, [{s1} + {ss}*1 + 64]",
-            ],
-            ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",],
-            [
-                "tileloadd tmm6, [{w0} + {row}*1]", "tileloadd tmm4, [{x0} + {xs}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{w1} + {row}*1]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tileloadd tmm5, [{x1} + {xs}*1]",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "add {x0}, 64", "add {x1}, 64", "add {w0}, 1024", "add {w1}, 1024",
-            ],
-            [
-                "tilestored [{s0} + {ss}*1], tmm0", "tilestored [{s0} + {ss}*1 + 64], tmm1",
-                "tilestored [{s1} + {ss}*1], tmm2", "tilestored [{s1} + {ss}*1 + 64], tmm3",
-            ],
+/// Two by two tiles, whose weights and rows of x are loaded by the given instructions; `$fetch` asks for what is wanted
+/// later. All loads come before the products, and products of the same weights follow each other: both take less power,
+/// by which these instructions are bound when many cores use them.
+macro_rules! two_by_two {
+    ($tile:expr, $load_x:literal, $load_w:literal, [$($fetch:literal,)*]) => {{
+        let tile: &Tile = $tile;
+        let lower = tile.x.wrapping_add(TILE_LEN * tile.x_stride);
+        asm!(
+            "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+            "2:",
+            concat!($load_x, " tmm4, [{x0} + {xs}*1]"), concat!($load_x, " tmm5, [{x1} + {xs}*1]"),
+            concat!($load_w, " tmm6, [{w0} + {row}*1]"), concat!($load_w, " tmm7, [{w1} + {row}*1]"),
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            $($fetch,)*
+            "add {x0}, 64", "add {x1}, 64", "add {w0}, 1024", "add {w1}, 1024",
+            "dec {steps}", "jnz 2b",
+            "tilestored [{s0} + {ss}*1], tmm0", "tilestored [{s0} + {ss}*1 + 64], tmm1",
+            "tilestored [{s1} + {ss}*1], tmm2", "tilestored [{s1} + {ss}*1 + 64], tmm3",
+            "/* {ahead} */",
             x0 = inout(reg) tile.x => _,
             x1 = inout(reg) lower => _,
             xs = in(reg) tile.x_stride,
             w0 = inout(reg) tile.panels => _,
             w1 = inout(reg) tile.panels.wrapping_add(tile.panel_stride) => _,
+            ahead = in(reg) 2 * tile.panel_stride,
             row = in(reg) ROW_BYTES,
             steps = inout(reg) tile.depth / STEP => _,
             s0 = in(reg) tile.sums,
             s1 = in(reg) tile.sums.wrapping_add(TILE_LEN * tile.sums_stride),
-            ss = in(reg) sums_bytes,
+            ss = in(reg) tile.sums_stride * size_of::<f32>(),
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );
+    }};
+    ($tile:expr, $load_x:literal, $load_w:literal, ahead) => {
+        two_by_two!($tile, $load_x, $load_w, [
+            "prefetcht1 [{w0} + {ahead}*1]", "prefetcht1 [{w1} + {ahead}*1]",
+            "prefetcht1 [{w0} + {ahead}*1 + 64]", "prefetcht1 [{w1} + {ahead}*1 + 64]",
+            "prefetcht1 [{w0} + {ahead}*1 + 128]", "prefetcht1 [{w1} + {ahead}*1 + 128]",
+            "prefetcht1 [{w0} + {ahead}*1 + 192]", "prefetcht1 [{w1} + {ahead}*1 + 192]",
+            "prefetcht1 [{w0} + {ahead}*1 + 256]", "prefetcht1 [{w1} + {ahead}*1 + 256]",
+            "prefetcht1 [{w0} + {ahead}*1 + 320]", "prefetcht1 [{w1} + {ahead}*1 + 320]",
+            "prefetcht1 [{w0} + {ahead}*1 + 384]", "prefetcht1 [{w1} + {ahead}*1 + 384]",
+            "prefetcht1 [{w0} + {ahead}*1 + 448]", "prefetcht1 [{w1} + {ahead}*1 + 448]",
+            "prefetcht1 [{w0} + {ahead}*1 + 512]", "prefetcht1 [{w1} + {ahead}*1 + 512]",
+            "prefetcht1 [{w0} + {ahead}*1 + 576]", "prefetcht1 [{w1} + {ahead}*1 + 576]",
+            "prefetcht1 [{w0} + {ahead}*1 + 640]", "prefetcht1 [{w1} + {ahead}*1 + 640]",
+            "prefetcht1 [{w0} + {ahead}*1 + 704]", "prefetcht1 [{w1} + {ahead}*1 + 704]",
+            "prefetcht1 [{w0} + {ahead}*1 + 768]", "prefetcht1 [{w1} + {ahead}*1 + 768]",
+            "prefetcht1 [{w0} + {ahead}*1 + 832]", "prefetcht1 [{w1} + {ahead}*1 + 832]",
+            "prefetcht1 [{w0} + {ahead}*1 + 896]", "prefetcht1 [{w1} + {ahead}*1 + 896]",
+            "prefetcht1 [{w0} + {ahead}*1 + 960]", "prefetcht1 [{w1} + {ahead}*1 + 960]",
+        ])
+    };
+}
+
+/// Up to 32 rows, more than 16, by two panels. What passes by once is loaded so that it does not displace what stays in
+/// the nearest cache (`tileloaddt1`); the next two panels are fetched from afar while these are multiplied.
+unsafe fn two_by_two(tile: &Tile) {
+    // SAFETY: the caller vouches for the memory, and configured the tiles; a prefetch may ask for any address.
+    unsafe {
+        match tile.pass {
+            Pass::Only => two_by_two!(tile, "tileloadd", "tileloaddt1", ahead),
+            Pass::First => two_by_two!(tile, "tileloaddt1", "tileloadd", ahead),
+            Pass::Later => two_by_two!(tile, "tileloaddt1", "tileloadd", []),
+        }
     }
 }
 
@@ -106,11 +136,6 @@ unsafe fn one_by_four(tile: &Tile) {
     // SAFETY: the caller vouches for the memory, and configured the tiles.
     unsafe {
         multiply!(
-            tile,
-            [
-                "tileloadd tmm0, [{s} + {ss}*1]", "tileloadd tmm1, [{s} + {ss}*1 + 64]",
-                "tileloadd tmm2, [{s} + {ss}*1 + 128]", "tileloadd tmm3, [{s} + {ss}*1 + 192]",
-            ],
             ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",],
             [
                 "tileloadd tmm4, [{x} + {xs}*1]", "tileloadd tmm6, [{w0} + {row}*1]",
@@ -150,8 +175,6 @@ unsafe fn one_by_one(tile: &Tile) {
     // SAFETY: the caller vouches for the memory, and configured the tiles.
     unsafe {
         multiply!(
-            tile,
-            ["tileloadd tmm0, [{s} + {ss}*1]",],
             ["tilezero tmm0",],
             [
                 "tileloadd tmm4, [{x} + {xs}*1]", "tileloadd tmm6, [{w} + {row}*1]",
@@ -174,15 +197,15 @@ unsafe fn one_by_one(tile: &Tile) {
 
 impl MicroKernel for Tiles<'_> {
     const MAX_ROWS: usize = 2 * TILE_LEN;
-    /// Two panels of 640 along K are 40 KB: most of them stay in the nearest cache while the rows pass by. Shorter cuts,
-    /// which leave room for the rows too, lose more by putting sums aside.
-    const MAX_DEPTH: usize = 640;
+    /// Never cut: putting sums aside costs more than reading panels again that are too long for the nearest cache.
+    const MAX_DEPTH: usize = usize::MAX;
 
     fn max_panels(self, num_rows: usize) -> usize {
-        if num_rows > TILE_LEN { 2 } else { 4 }
+        group_panels(num_rows)
     }
 
     unsafe fn tile(self, tile: &Tile) {
+        debug_assert!(!tile.resumes, "no sum is put aside");
         let lower = tile.num_rows.saturating_sub(TILE_LEN);
         if lower > 0 && tile.num_panels == 2 {
             self.configure(TILE_LEN, lower);

@@ -105,23 +105,22 @@ impl Linear<'_> {
         });
     }
 
-    /// Cuts the work along N, so that every weight is read by one thread; along M too where N is narrow.
+    /// Cuts the work into chunks of rows, and along N, so that the panels of a chunk are read by one thread.
     fn pieces<'k>(&'k self, x: &MatrixView) -> Vec<piece::Piece<'k>> {
         let num_panels = self.weight.num_panels();
-        let group = self.weight.arithmetic().group_panels();
-        let wanted = PIECES_PER_THREAD * pool::num_threads();
+        let num_chunks = x.num_rows.div_ceil(piece::rows_per_chunk(x.row_bytes()));
+        let rows_per_piece = x.num_rows.div_ceil(num_chunks);
+        let group = self.weight.arithmetic().group_panels(rows_per_piece);
         let num_groups = num_panels.div_ceil(group);
+        let wanted = PIECES_PER_THREAD * pool::num_threads();
         let panels_per_piece = num_groups.div_ceil(wanted.min(num_groups)) * group;
-        let column_pieces = num_panels.div_ceil(panels_per_piece);
-        let row_pieces = (wanted / column_pieces).clamp(1, self.x.num_rows.div_ceil(piece::ROWS_PER_CHUNK));
-        let rows_per_piece = self.x.num_rows.div_ceil(row_pieces);
-        let mut pieces = Vec::with_capacity(column_pieces * row_pieces);
-        for first_row in (0..self.x.num_rows).step_by(rows_per_piece) {
+        let mut pieces = Vec::with_capacity(num_chunks * num_panels.div_ceil(panels_per_piece));
+        for first_row in (0..x.num_rows).step_by(rows_per_piece) {
             for first_panel in (0..num_panels).step_by(panels_per_piece) {
                 pieces.push(piece::Piece {
                     call: self,
                     x: *x,
-                    rows: first_row..self.x.num_rows.min(first_row + rows_per_piece),
+                    rows: first_row..x.num_rows.min(first_row + rows_per_piece),
                     panels: first_panel..num_panels.min(first_panel + panels_per_piece),
                 });
             }

@@ -11,6 +11,7 @@
 
 use std::ops::Range;
 
+use super::super::activation::silu;
 use super::super::element::{Dtype, store_row};
 use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
@@ -19,8 +20,27 @@ use super::fma::{Bf16, F16, F32, Fma};
 use super::{Arithmetic, Linear};
 use crate::cpu::tensor::MatrixView;
 
-/// Rows whose elements are wanted again for every group of panels, and whose partial sums wait meanwhile.
-pub(super) const ROWS_PER_CHUNK: usize = 256;
+/// Bytes of x that are wanted again for every group of panels: half of a second-level cache.
+const CHUNK_BYTES: usize = 1 << 20;
+/// Most rows of a chunk, and what their number is a multiple of.
+const CHUNK_ROWS: (usize, usize) = (256, 32);
+
+/// Rows of a chunk, where a row of x has so many bytes.
+pub(super) fn rows_per_chunk(row_bytes: usize) -> usize {
+    let (most, step) = CHUNK_ROWS;
+    (CHUNK_BYTES / row_bytes / step * step).clamp(step, most)
+}
+
+/// Which of the blocks of rows that are multiplied by the same panels one after another.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Pass {
+    /// There is no other.
+    Only,
+    /// The first one.
+    First,
+    /// One of the others, which find the panels in a cache.
+    Later,
+}
 
 /// One tile: rows of x times panels, summed over a cut of K.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +61,8 @@ pub(super) struct Tile {
     pub(super) sums_stride: usize,
     /// Whether to go on from what `sums` holds.
     pub(super) resumes: bool,
+    /// Who else multiplies these panels.
+    pub(super) pass: Pass,
 }
 
 /// The inner loops of an arithmetic. An element's sum takes its products in the same order whatever the size of the
@@ -91,12 +113,13 @@ impl Piece<'_> {
     #[inline(always)]
     fn multiply<S: Simd, M: MicroKernel>(&self, simd: S, kernel: M) {
         let mut sums = AlignedBuffer::default();
-        let num_rows = self.rows.len().min(ROWS_PER_CHUNK);
+        let rows_per_chunk = rows_per_chunk(self.x.row_bytes());
+        let num_rows = self.rows.len().min(rows_per_chunk);
         // Gated columns come in pairs of panels, and both must be there when the sums are complete.
         let group = kernel.max_panels(num_rows).next_multiple_of(2);
         sums.reserve(num_rows * group * LANES);
-        for first_row in self.rows.clone().step_by(ROWS_PER_CHUNK) {
-            let rows = first_row..self.rows.end.min(first_row + ROWS_PER_CHUNK);
+        for first_row in self.rows.clone().step_by(rows_per_chunk) {
+            let rows = first_row..self.rows.end.min(first_row + rows_per_chunk);
             for first_panel in self.panels.clone().step_by(group) {
                 let panels = first_panel..self.panels.end.min(first_panel + group);
                 let sums = sums.slice(0..num_rows * group * LANES);
@@ -126,7 +149,16 @@ impl Piece<'_> {
             let next_k = depth.min(first_k + cut);
             for first in rows.clone().step_by(block) {
                 let block_rows = first..rows.end.min(first + block);
-                let sums = &mut sums[(first - rows.start) * stride..];
+                // Sums that do not wait for the next cut share one place in the nearest cache.
+                let waiting = if cut < depth { first - rows.start } else { 0 };
+                let sums = &mut sums[waiting * stride..];
+                let pass = if block_rows == rows {
+                    Pass::Only
+                } else if first == rows.start {
+                    Pass::First
+                } else {
+                    Pass::Later
+                };
                 for panel in panels.clone().step_by(max_panels) {
                     let tile = Tile {
                         num_rows: block_rows.len(),
@@ -141,6 +173,7 @@ impl Piece<'_> {
                         sums: sums[(panel - panels.start) * LANES..].as_mut_ptr(),
                         sums_stride: stride,
                         resumes: first_k > 0,
+                        pass,
                     };
                     // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far.
                     unsafe { kernel.tile(&tile) };
@@ -182,22 +215,11 @@ impl Piece<'_> {
 /// `silu(gate) * up`: sums hold sixteen columns of one and of the other by turns; the products move to the front.
 #[inline(always)]
 fn gate<S: Simd>(simd: S, sums: &mut [f32]) {
-    for pair in 0..sums.len() / (2 * LANES) {
-        let (mut gates, mut ups) = ([0.0; LANES], [0.0; LANES]);
-        gates.copy_from_slice(&sums[pair * 2 * LANES..][..LANES]);
-        ups.copy_from_slice(&sums[pair * 2 * LANES + LANES..][..LANES]);
-        // The exponent is never positive: 1 / (1 + e^-x) is e^x / (1 + e^x).
-        let exponents: [f32; LANES] = std::array::from_fn(|i| -gates[i].abs() * std::f32::consts::LOG2_E);
-        let mut powers = [0.0; LANES];
-        simd.store(simd.exp2(simd.load(&exponents)), &mut powers);
-        for (i, out) in sums[pair * LANES..][..LANES].iter_mut().enumerate() {
-            let numerator = if gates[i] >= 0.0 {
-                gates[i]
-            } else {
-                gates[i] * powers[i]
-            };
-            *out = numerator / (1.0 + powers[i]) * ups[i];
-        }
+    let vectors = sums.as_chunks_mut::<LANES>().0;
+    for pair in 0..vectors.len() / 2 {
+        let gated = silu(simd, simd.load(&vectors[2 * pair]));
+        let product = simd.mul(gated, simd.load(&vectors[2 * pair + 1]));
+        simd.store(product, &mut vectors[pair]);
     }
 }
 
