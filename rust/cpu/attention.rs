@@ -44,7 +44,7 @@ pub struct Attention<'a> {
     pub value_cache: CacheView,
     /// Whose tokens these are, where their context is, and how the work is cut.
     pub plan: &'a Plan,
-    /// Factor on the scores, usually 1 / sqrt(D).
+    /// Factor on the scores, usually 1 / sqrt(D); positive.
     pub scale: f32,
 }
 
@@ -145,6 +145,9 @@ impl<'a> Attention<'a> {
         self.out
             .check_shape("out", [query.num_tokens, query.num_heads, query.head_dim])?;
         query.check_shape("query", [geometry.num_tokens, geometry.num_heads, cache.head_dim])?;
+        if !(self.scale > 0.0 && self.scale.is_finite()) {
+            return Err(InvalidArgument::new("scale", self.scale, "a positive number"));
+        }
         let planned = [
             geometry.num_blocks,
             geometry.num_kv_heads,

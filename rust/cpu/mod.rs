@@ -13,7 +13,8 @@
 //! | `plan` | how the attention of a step is cut into pieces, once for all layers; who shares what |
 //! | `attention` | the pieces of a layer on threads |
 //! | `tile`, `tile_loops` | the arithmetic of one piece in f32, and its inner loops |
-//! | `tile_amx`, `amx` | the same in bf16 on matrix tiles, and their instructions |
+//! | `tile_amx`, `softmax_amx`, `amx` | the same in bf16 on matrix tiles, and their instructions |
+//! | `prefetch` | keys and values asked for before their turn |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |
 //! | `decoder`, `layer` | a forward pass, and a layer of it: the kernels one after another, and what they hand on |

@@ -86,9 +86,15 @@ impl<'a> Prefetch<'a> {
                 cache.slot_stride * cache.dtype.size(),
                 cache.head_dim * cache.dtype.size(),
             );
-            for slot in 0..count {
-                for byte in (0..num_bytes).step_by(CACHE_LINE_BYTES) {
-                    simd.prefetch(slots.wrapping_add(slot * stride + byte));
+            // Slots without a gap are one run.
+            let (runs, run_bytes) = if stride == num_bytes {
+                (1, count * num_bytes)
+            } else {
+                (count, num_bytes)
+            };
+            for run in 0..runs {
+                for byte in (0..run_bytes).step_by(CACHE_LINE_BYTES) {
+                    simd.prefetch(slots.wrapping_add(run * stride + byte));
                 }
             }
             self.left.start += count;

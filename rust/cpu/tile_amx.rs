@@ -53,8 +53,8 @@ const FEW_ROWS: usize = 4;
 /// lanes of softmax.
 const MAX_FEW_ROWS: usize = 8;
 
-/// Positions whose values are interleaved before they are multiplied: they stay in the nearest cache, and the stores
-/// are over when the tiles are loaded.
+/// Positions whose values are interleaved at a time, a step before they are multiplied: they stay in the nearest cache,
+/// and the stores are over when the tiles are loaded.
 const VALUE_STEP: usize = 64;
 
 /// A tile of ones, as bf16.
@@ -290,13 +290,17 @@ impl Split<'_, '_, '_> {
                 let position = self.split * SPLIT_LEN + (first + idx).min(last) * TILE_LEN;
                 *keys = sixteen_slots(tile, cache, position);
             }
-            if group == 0 {
-                let num_slots = (num_keys - first * TILE_LEN).min(NUM_SUMS * TILE_LEN);
-                self.prefetch.advance(simd, num_slots);
-            }
+            let mut to_fetch = match group {
+                0 => (num_keys - first * TILE_LEN).min(NUM_SUMS * TILE_LEN),
+                _ => 0,
+            };
             let queries = self.matrices.queries.slice(group * len..(group + 1) * len);
             amx.clear();
-            for queries in queries.chunks_exact(TILE_ELEMENTS) {
+            for (chunk, queries) in queries.chunks_exact(TILE_ELEMENTS).enumerate() {
+                // A little at a time: what asks for more lines than can be on their way at once waits.
+                let num_slots = to_fetch / (chunks - chunk);
+                self.prefetch.advance(simd, num_slots);
+                to_fetch -= num_slots;
                 // SAFETY: sixteen slots of one block, and a tile of queries.
                 unsafe { amx.add_products_of_lefts(keys, stride, queries.as_ptr().cast()) };
                 for keys in &mut keys {
@@ -342,25 +346,33 @@ impl Split<'_, '_, '_> {
         let (amx, width) = (self.amx, self.tile.head_dim());
         let row_len = partial_row_len(width);
         amx.clear();
-        for first in (0..num_keys).step_by(VALUE_STEP) {
-            let positions = first..num_keys.min(first + VALUE_STEP);
-            let mut start = 0;
+        let columns = column..column + N * TILE_LEN;
+        let step_len = VALUE_STEP / DEPTH * N * TILE_ELEMENTS;
+        let num_steps = num_keys.div_ceil(VALUE_STEP);
+        let positions = |step: usize| step * VALUE_STEP..num_keys.min((step + 1) * VALUE_STEP);
+        if is_single {
+            // SAFETY: passed on.
+            unsafe { self.pack_values(positions(0), columns.clone(), 0) };
+        }
+        for step in 0..num_steps {
+            let mut start = packed_start(self.num_keys, column) + step * step_len;
             if is_single {
-                if column == 0 {
-                    self.prefetch.advance(Avx512::from(amx), positions.len());
+                start = step % 2 * step_len;
+                if step + 1 < num_steps {
+                    // SAFETY: passed on.
+                    unsafe { self.pack_values(positions(step + 1), columns.clone(), step_len - start) };
                 }
-                // SAFETY: passed on.
-                unsafe { self.pack_values(positions.clone(), column..column + N * TILE_LEN, start) };
-            } else {
-                start = packed_start(self.num_keys, column) + first / DEPTH * N * TILE_ELEMENTS;
             }
-            let chunks = positions.len().div_ceil(DEPTH);
-            let values = self
-                .matrices
-                .values
-                .slice(start..start + chunks * N * TILE_ELEMENTS);
-            for (chunk, values) in (first / DEPTH..).zip(values.chunks_exact(N * TILE_ELEMENTS)) {
-                let weights = chunk * TILE_LEN * R;
+            let chunks = positions(step).len().div_ceil(DEPTH);
+            let first = step * VALUE_STEP;
+            for chunk in 0..chunks {
+                if is_single && column == 0 {
+                    let num_slots = DEPTH.min(num_keys - first - chunk * DEPTH);
+                    self.prefetch.advance(Avx512::from(amx), num_slots);
+                }
+                let values = start + chunk * N * TILE_ELEMENTS;
+                let values = self.matrices.values.slice(values..values + N * TILE_ELEMENTS);
+                let weights = (first / DEPTH + chunk) * TILE_LEN * R;
                 let weights = self.matrices.weights.slice(weights..weights + TILE_ELEMENTS);
                 // SAFETY: a tile of weights and N of values.
                 unsafe { amx.add_products_of_rights::<N>(weights.as_ptr().cast(), values.as_ptr().cast()) };
