@@ -13,21 +13,31 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import gpu_engine
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.decode_graphs import NO_SECTIONS, decode_layout
 from pagedkv.ops import reference
 from pagedkv.ops.cuda import CudaOps
+from pagedkv.ops.cuda_attention import plan_sections
 from pagedkv.ops.cuda_device import Gpu
-from pagedkv.ops.cuda_kernels import HEAD_DIMS, all_kernels
+from pagedkv.ops.cuda_kernels import BULK_HEAD_DIMS, HEAD_DIMS, MIN_BULK_ARCH, all_kernels
+from pagedkv.ops.cuda_plan import empty_plan
+from pagedkv.stage import DeviceStage
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 FP8 = torch.float8_e4m3fn
 # Replaced where the checks themselves are tested without a GPU.
 DEVICE = torch.device("cuda")
+# Tokens of the graph that is checked.
+GRAPH_SIZE = 8
 Lengths = list[tuple[int, int]]  # of each sequence: tokens in the step, tokens in the cache after it
 
 
@@ -89,7 +99,7 @@ def make_step(
         table_start=starts.int().to(DEVICE),
         block_ids=block_ids.int().to(DEVICE),
         sample_rows=empty,
-        sampling=SamplingRows(torch.empty((0, 9), dtype=torch.int32), DEVICE),
+        sampling=SamplingRows(torch.empty((0, 9), dtype=torch.int32)),
         copies=empty.view(0, 2),
         beams=empty.view(0, 2),
         num_decodes=sum(num == 1 for num, _ in lengths),
@@ -130,6 +140,30 @@ def check_attention(ops: CudaOps, report: Report, batches: tuple[Lengths, ...] =
         )
         label = f"attention, {len(lengths)} sequences, D {head_dim}, block {block_size}, {dtype}, {stored}"
         report.check(label, relative_error(given, exact), TOLERANCE[dtype])
+
+
+def check_bulk(ops: CudaOps, report: Report, lengths: Lengths = DECODES) -> None:
+    """Bulk copies, where the GPU has them, over caches whose chunks lie as they want them."""
+    if int(ops.device.arch.removeprefix("sm_")) < MIN_BULK_ARCH:
+        report.row("bulk copies", f"not on {ops.device.arch}")
+        return
+    bulk = CudaOps(ops.device, swizzled=True)
+    for dtype, head_dim in itertools.product(TOLERANCE, BULK_HEAD_DIMS):
+        step = make_step(lengths, (8, 2), head_dim, 16, dtype, dtype)
+        keys, values = step.caches[0]
+        given = bulk.paged_attention(step.q, swizzle(keys), swizzle(values), step.batch, step.scale)
+        exact = reference.paged_attention(
+            step.q.float(), keys.float(), values.float(), step.batch, step.scale
+        )
+        report.check(f"bulk, D {head_dim}, {dtype}", relative_error(given, exact), TOLERANCE[dtype])
+
+
+def swizzle(cache: Tensor) -> Tensor:
+    """A cache with chunk c of 16 bytes of slot s at place c ^ (s & 7), see `cuda/attention_bulk.cu`."""
+    chunks = cache.unflatten(3, (-1, 8))
+    slots = torch.arange(cache.shape[2], device=cache.device)[:, None]
+    order = torch.arange(chunks.shape[3], device=cache.device) ^ (slots & 7)
+    return chunks.take_along_dim(order[None, None, :, :, None], 3).flatten(3)
 
 
 def check_rows(ops: CudaOps, report: Report) -> None:
@@ -180,24 +214,58 @@ def check_sample(ops: CudaOps, report: Report, vocab_size: int = 128_256) -> Non
     words[24:32, 3] = 50
     words[:, 4] = torch.arange(40)
     words[:, 8] = -1
-    given = ops.sample(logits.to(DEVICE), SamplingRows(words, DEVICE))
+    given = ops.sample(logits.to(DEVICE), SamplingRows(words, words.to(DEVICE)))
     expected = reference.sample(logits, SamplingRows(words))
     report.check("sample, rows that differ", float((given.cpu() != expected).sum()), 0.0)
 
 
-def check_graph(ops: CudaOps, report: Report) -> None:
-    """A captured step follows what changes in the buffers that it reads."""
-    step = make_step([(1, 300)] * 4, (32, 8), 128, 16, torch.bfloat16, torch.bfloat16)
-    keys, values = step.caches[0]
-    out = ops.paged_attention(step.q, keys, values, step.batch, step.scale)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ops.paged_attention(step.q, keys, values, step.batch, step.scale)
-    step.q.normal_()
-    keys.normal_()
-    graph.replay()
-    exact = reference.paged_attention(step.q.float(), keys.float(), values.float(), step.batch, step.scale)
-    report.check("a replayed graph", relative_error(out, exact), TOLERANCE[torch.bfloat16])
+def check_graph(ops: CudaOps, report: Report, head_dim: int = 128) -> None:
+    """A graph that was captured with nothing to do follows lengths and tables that change in place."""
+    options = ops.attention.options((32, head_dim), torch.empty((1, 8, 16, head_dim), dtype=torch.bfloat16))
+    layout = decode_layout(GRAPH_SIZE, options, blocks_per_seq=400)
+    stage = DeviceStage(ops.device, options, layout.num_words)
+    words = torch.zeros(layout.num_words, dtype=torch.int32, device=DEVICE)
+    batch = layout.batch(words)
+    shape = (GRAPH_SIZE * 400, 8, 16, head_dim)
+    keys, values = (torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    q, out = (torch.zeros((GRAPH_SIZE, 32, head_dim), device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+
+    def work() -> None:
+        out.copy_(ops.paged_attention(q, keys, values, batch, head_dim**-0.5))
+
+    def send(step: Step | None) -> None:
+        sections = NO_SECTIONS if step is None else sections_of(step.batch)
+        plan = empty_plan() if step is None else plan_sections(sections, options)
+        buffer = stage.buffers.take(layout.num_words)
+        stage.buffers.send(layout.pack(sections, plan, buffer), words)
+
+    with ops.device.active():
+        send(None)
+        work()
+        graph = ops.device.capture(work)
+        for lengths in ([1, 37, 130], [5000], [900, 5, 64, 65], [300] * GRAPH_SIZE):
+            made = make_step([(1, n) for n in lengths], (32, 8), head_dim, 16, torch.bfloat16, torch.bfloat16)
+            for cache, given in zip((keys, values), made.caches[0], strict=True):
+                cache[: len(given)] = given
+            q[: len(lengths)] = made.q
+            send(made)
+            graph.replay()
+            exact = reference.paged_attention(
+                made.q.float(), keys.float(), values.float(), made.batch, made.scale
+            )
+            error = relative_error(out[: len(lengths)], exact)
+            report.check(f"a replay of {len(lengths)} decodes", error, TOLERANCE[torch.bfloat16])
+
+
+def sections_of(batch: StepBatch) -> dict[str, NDArray[np.int32]]:
+    """A batch of decodes as the sections of an arena."""
+    num_tokens = len(batch.positions)
+    sections = {name: np.zeros(num_tokens, np.int32) for name in ("token_ids", "slot_mapping", "sample_rows")}
+    sections |= {"token_source": np.full(num_tokens, -1, np.int32), "copies": np.zeros(0, np.int32)}
+    sections["sampling"] = np.zeros(9 * num_tokens, np.int32)
+    for name in ("positions", "query_start", "seq_lens", "table_start", "block_ids"):
+        sections[name] = getattr(batch, name).cpu().numpy()
+    return sections
 
 
 # ---- measurements
@@ -238,7 +306,10 @@ def measure_decodes(ops: CudaOps, report: Report, copy: float) -> None:
     """Batches of decodes at several lengths and block sizes; `copy` is what `measure_ceilings` found."""
     cases = [(64, 4096, size) for size in (8, 16, 64, 256)]
     cases += [(8, 4096, 16), (256, 1024, 16), (1, 32_768, 16), (16, 16_384, 16)]
-    for stored in (torch.bfloat16, FP8):
+    kinds = [("bf16", ops, torch.bfloat16), ("e4m3", ops, FP8)]
+    if int(ops.device.arch.removeprefix("sm_")) >= MIN_BULK_ARCH:
+        kinds.insert(1, ("bf16 by bulk copies", CudaOps(ops.device, swizzled=True), torch.bfloat16))
+    for kind, chosen, stored in kinds:
         for num, seq_len, block_size in cases:
             if not report.has_time(15):
                 return
@@ -247,13 +318,13 @@ def measure_decodes(ops: CudaOps, report: Report, copy: float) -> None:
             )
             us = measure_us(
                 [
-                    lambda layer=layer, step=step: ops.paged_attention(step.q, *layer, step.batch, step.scale)
+                    partial(chosen.paged_attention, step.q, *layer, step.batch, step.scale)
                     for layer in step.caches
                 ]
             )
             num_bytes = num * seq_len * 8 * 128 * 2 * stored.itemsize
             share = num_bytes / us / copy
-            name = f"decode {num} x {seq_len}, block {block_size}, {str(stored).removeprefix('torch.')}"
+            name = f"decode {num} x {seq_len}, block {block_size}, {kind}"
             report.row(name, f"{us:8.1f} us  {num_bytes / us / 1e6:5.2f} TB/s  {share:4.0%} of a copy")
 
 
@@ -289,30 +360,6 @@ def measure_torch(report: Report) -> None:
             report.row(f"torch, {backend.name}, 64 x 4096", f"{us:8.1f} us")
 
 
-def run_engine(report: Report) -> None:
-    """The demo model end to end: the same greedy answers as on the CPU, and tokens a second."""
-    from pagedkv import LLM, SamplingParams
-
-    prompts = ["The capital of France is", "Water boils at", "Two plus two is"]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    answers = []
-    for device in ("cuda", "cpu"):
-        llm = LLM(device=device, dtype="bfloat16", max_model_len=2048)
-        answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
-        if device == "cuda":
-            for num in (1, 8, 64, 256):
-                if not report.has_time(20):
-                    break
-                begin = time.perf_counter()
-                long = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
-                llm.generate(prompts[:1] * num, long, use_tqdm=False)
-                seconds = time.perf_counter() - begin
-                report.row(f"engine, {num} answers", f"{num * 128 / seconds:8.0f} tokens/s")
-    # bf16 rounds differently here and there, so answers may part later; they must begin alike.
-    alike = sum(a[:4] == b[:4] for a, b in zip(*answers, strict=True))
-    report.check("engine, answers that begin otherwise", float(len(prompts) - alike), 0.0)
-
-
 def main() -> int:
     """Does everything; 0 if all checks passed, 2 without a GPU."""
     parser = argparse.ArgumentParser(
@@ -322,7 +369,12 @@ def main() -> int:
         "--limit-s", type=float, default=440, help="begin nothing new after this many seconds"
     )
     parser.add_argument("--json", type=Path, help="write the table there as well")
+    parser.add_argument(
+        "--host", action="store_true", help="only try the checks, on kernels that the CPU executes"
+    )
     arguments = parser.parse_args()
+    if arguments.host:
+        return try_on_host()
     if not torch.cuda.is_available():
         print(
             "torch sees no GPU; without one, the kernels are checked by make test-cuda-host", file=sys.stderr
@@ -330,11 +382,11 @@ def main() -> int:
         return 2
     report = Report(arguments.limit_s)
     torch.manual_seed(0)
-    gpu = Gpu()
+    gpu = Gpu(torch.device("cuda:0"))
     print(f"{torch.cuda.get_device_name()}, {gpu.arch}, torch {torch.__version__}", flush=True)
     gpu.prepare(all_kernels())
     ops = CudaOps(gpu)
-    checks = (check_attention, check_rows, check_sample, check_graph)
+    checks = (check_attention, check_bulk, check_rows, check_sample, check_graph)
     for check in checks:
         attempt(report, check.__name__, lambda check=check: check(ops, report))
     print(f"checks: {len(report.failures)} failed", flush=True)
@@ -348,10 +400,29 @@ def main() -> int:
     attempt(report, "decodes", lambda: measure_decodes(ops, report, copy))
     attempt(report, "prompts", lambda: measure_prompts(ops, report))
     attempt(report, "torch", lambda: measure_torch(report))
-    attempt(report, "engine", lambda: run_engine(report))
+    attempt(report, "engine", lambda: gpu_engine.run(report))
     if arguments.json:
         arguments.json.write_text(json.dumps({"rows": report.rows, "failures": report.failures}, indent=1))
     print("\n".join([*report.failures, "FAILED" if report.failures else "passed"]))
+    return 1 if report.failures else 0
+
+
+def try_on_host() -> int:
+    """Runs the checks on small cases without a GPU, from a checkout: what fails on one is then the GPU's."""
+    global DEVICE, HEAD_DIMS
+    sys.path.append(str(Path(__file__).parent.parent / "tests" / "cuda_host"))
+    from host_device import HostDevice
+
+    DEVICE, HEAD_DIMS = torch.device("cpu"), (64, 128)
+    torch.manual_seed(1)
+    ops, report = CudaOps(HostDevice()), Report(math.inf)
+    with torch.inference_mode():
+        check_attention(ops, report, ([(1, 20), (1, 90), (9, 40)],))
+        check_bulk(ops, report, [(1, 20), (1, 90)])
+        check_rows(ops, report)
+        check_sample(ops, report, vocab_size=1000)
+        check_graph(ops, report, head_dim=64)
+    print("\n".join([*report.failures, "FAILED" if report.failures else "passed, without a GPU"]))
     return 1 if report.failures else 0
 
 

@@ -112,8 +112,12 @@ class Core:
     def schedule(self, arena: NDArray[np.int32]) -> StepHeader | None:
         """Writes the next step into `arena`.
 
-        None means that nothing runs and nothing ended. A header with num_tokens == 0 carries only ended
-        sequences and must not be committed. Raises RuntimeError when the previous step was not committed.
+        It may be called while one step is in flight. The next one goes on from what that one is going to
+        compute: a token that it samples is unknown in `token_ids`, and `token_source` has its row.
+
+        None means that nothing can be computed: before the step in flight is committed, or, if none is, at
+        all, since nothing runs and nothing ended. A header with num_tokens == 0 carries only ended sequences
+        and must not be committed. Raises RuntimeError while two steps are in flight.
         """
     def commit(
         self,
@@ -121,7 +125,10 @@ class Core:
         tokens: NDArray[np.int32],
         candidates: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None,
     ) -> NDArray[np.int32]:
-        """Takes every row's sampled token, returns every row's state: 0 running, 1 stop, 2 length.
+        """Takes the sampled token of every row of the oldest step in flight.
+
+        Returns every row's state: 0 running, 1 stop, 2 length; -1 where the sequence had ended before, so
+        that the row is void: its token is dropped, and no event tells of it.
 
         Tokens of rows that belong to beams are ignored. Of those `candidates` has token ids and
         log-probabilities, [B, K] each, the likeliest first, K as the arena's section asks. A search ends in
@@ -142,7 +149,13 @@ class Core:
         ends `Edge.wait` when it has made room.
         """
     def fail_step(self) -> None:
-        """Ends every request of the step in flight; `schedule` reports them as ended (reason 4, error)."""
+        """Ends every request of the oldest step in flight; `schedule` reports them (reason 4, error).
+
+        A later step that is in flight goes on; what it computes of them is void.
+        """
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were scheduled and neither committed nor failed: 0 to 2."""
     def snapshot(self) -> dict[str, Any]:
         """A consistent picture of the cache.
 

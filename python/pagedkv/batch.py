@@ -19,7 +19,7 @@ from torch import Tensor
 Words = TypeVar("Words", Tensor, NDArray[np.int32])
 
 ARENA_VERSION = 1
-_SECTIONS = (
+SECTIONS = (
     "token_ids",
     "token_source",
     "positions",
@@ -37,28 +37,29 @@ _SECTIONS = (
     "beams",
 )
 # Sections that are tables, with their number of columns.
-_COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4, "beams": 2}
+TABLE_COLUMNS = {"sampling": 9, "copies": 2, "rows": 4, "ended": 4, "beams": 2}
 # Sections that `StepBatch` holds as they are. The rest is decoded, or stays on the host.
-_TENSORS = set(_SECTIONS) - {"sampling", "swaps", "rows", "ended"}
+_TENSORS = set(SECTIONS) - {"sampling", "swaps", "rows", "ended"}
 
 
 class SamplingRows:
     """How each of R rows of logits is to be sampled.
 
-    The Rust kernel reads the words as they are; what others read is decoded when it is first asked for. The
-    flags are known on the host, so that a step of greedy rows costs no sorting and no wait for the device.
+    The kernels read the words as they are; what others read is decoded when it is first asked for. The flags
+    are known on the host, so that a step of greedy rows costs no sorting and no wait for the device.
     """
 
-    def __init__(self, words: Tensor, device: torch.device | str | None = None) -> None:
+    def __init__(self, words: Tensor, placed: Tensor | None = None) -> None:
         """Keeps the arena's section of sampling parameters.
 
         Args:
             words: i32 [R, 9] on the host: temperature, top_p and min_p as float32 bits, top_k, seed low, seed
                 high, sample_index, position, num_logprobs.
-            device: Where the decoded tensors shall be; the host if None.
+            placed: The same on the device that samples, which the decoded tensors lie on; None if that is
+                the host.
         """
         self.words = words
-        self._device = torch.device(device or "cpu")
+        self.placed = words if placed is None else placed
 
     @cached_property
     def temperature(self) -> Tensor:
@@ -117,17 +118,12 @@ class SamplingRows:
         return bool(((top_p < 1) | (min_p > 0) | (self.words[:, 3] > 0)).any())
 
     @cached_property
-    def max_num_logprobs(self) -> int:
-        """The most log-probabilities that a row asks for; -1 if none does."""
-        return int(self.words[:, 8].max()) if len(self.words) else -1
-
-    @cached_property
     def _floats(self) -> Tensor:
-        return self.words[:, :3].view(torch.float32).to(self._device)
+        return self.placed[:, :3].view(torch.float32)
 
     @cached_property
     def _integers(self) -> Tensor:
-        return self.words[:, 3:].to(self._device).to(torch.int64)
+        return self.placed[:, 3:].to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -153,27 +149,31 @@ class StepBatch:
     prepared: dict[str, Any] = field(default_factory=dict)  # what a backend made of the step, by its name
 
     @staticmethod
-    def from_arena(arena: Tensor, num_decodes: int, device: torch.device | str | None = None) -> "StepBatch":
+    def from_arena(arena: Tensor, num_decodes: int, placed: Tensor | None = None) -> "StepBatch":
         """Reads a step that `Core.schedule` wrote.
 
         Args:
             arena: int32 on the host. The views share its memory: it must stay unchanged as long as they live.
             num_decodes: From the step's header.
-            device: Where the tensors shall be; one copy of the used part of the arena if it is not the host.
+            placed: The words in use, see `used_words`, on the device where the tensors shall be; the host if
+                None. Only the words of sampling are read on the host as well.
 
         Raises:
             ValueError: The arena is not of this version, or its directory does not fit its length.
         """
         directory = _directory(arena)
-        end = max(offset + length for offset, length in directory.values())
-        target = torch.device(device or "cpu")
-        placed = arena[:end] if target.type == "cpu" else arena[:end].to(target, non_blocking=True)
-        tensors: dict[str, Any] = {name: _view(placed, directory, name) for name in _TENSORS}
-        return StepBatch(
-            **tensors,
-            sampling=SamplingRows(_view(arena, directory, "sampling"), target),
-            num_decodes=num_decodes,
-        )
+        words = arena if placed is None else placed
+        tensors: dict[str, Any] = {name: _view(words, directory, name) for name in _TENSORS}
+        sampling = SamplingRows(_view(arena, directory, "sampling"), _view(words, directory, "sampling"))
+        return StepBatch(**tensors, sampling=sampling, num_decodes=num_decodes)
+
+
+def used_words(arena: Words) -> int:
+    """Words of an arena up to the end of its last section.
+
+    Raises ValueError if the arena is not of this version, or its directory does not fit its length.
+    """
+    return max(offset + length for offset, length in _directory(arena).values())
 
 
 def arena_section(arena: Words, name: str) -> Words:
@@ -184,10 +184,16 @@ def arena_section(arena: Words, name: str) -> Words:
     return _view(arena, _directory(arena), name)
 
 
+def section_table(arena: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+    """All sections of an arena as they lie there, without columns. Raises ValueError as `arena_section`."""
+    directory = _directory(arena)
+    return {name: arena[offset : offset + length] for name, (offset, length) in directory.items()}
+
+
 def _view(words: Words, directory: dict[str, tuple[int, int]], name: str) -> Words:
     offset, length = directory[name]
     flat = words[offset : offset + length]
-    return flat.reshape(-1, _COLUMNS[name]) if name in _COLUMNS else flat
+    return flat.reshape(-1, TABLE_COLUMNS[name]) if name in TABLE_COLUMNS else flat
 
 
 def _directory(arena: Tensor | NDArray[np.int32]) -> dict[str, tuple[int, int]]:
@@ -195,11 +201,11 @@ def _directory(arena: Tensor | NDArray[np.int32]) -> dict[str, tuple[int, int]]:
     version, num_sections = arena[:2].tolist()
     if version != ARENA_VERSION:
         raise ValueError(f"the arena has version {version}; this code reads version {ARENA_VERSION}")
-    if num_sections < len(_SECTIONS):
-        raise ValueError(f"the arena has {num_sections} sections; this code reads {len(_SECTIONS)}")
-    words = arena[2 : 2 + 2 * len(_SECTIONS)].tolist()
+    if num_sections < len(SECTIONS):
+        raise ValueError(f"the arena has {num_sections} sections; this code reads {len(SECTIONS)}")
+    words = arena[2 : 2 + 2 * len(SECTIONS)].tolist()
     places = list(zip(words[0::2], words[1::2], strict=True))
-    for name, (offset, length) in zip(_SECTIONS, places, strict=True):
+    for name, (offset, length) in zip(SECTIONS, places, strict=True):
         if offset < 0 or length < 0 or offset + length > len(arena):
             raise ValueError(f"section {name} is {length} words at {offset}; the arena has {len(arena)}")
-    return dict(zip(_SECTIONS, places, strict=True))
+    return dict(zip(SECTIONS, places, strict=True))

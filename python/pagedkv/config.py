@@ -20,6 +20,7 @@ from pagedkv.sampling_params import MAX_SEED
 from pagedkv.tenants import Tenant, Tenants, read_tenants
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES: Final = ("auto", "fp8")
 MAX_BLOCK_SIZE: Final = 256
 # Far more than anything that has been built, and it keeps sums of such sizes within 32 bits.
 MAX_SIZE: Final = 2**24
@@ -52,8 +53,13 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
+    overlap: bool | None
     tenants: Tenants
     kv_memory: int | str | None
+    gpu_memory_utilization: float
+    kv_cache_dtype: str
+    bulk_attention: bool
+    cuda_graphs: bool
     num_blocks: int | None
     max_pinned_blocks: int | None
     threads: int | None
@@ -62,14 +68,13 @@ class EngineOptions(TypedDict, total=False):
 
 # Options that other engines have, and what to say to those who are used to them.
 _ELSEWHERE: Final = {
-    "gpu_memory_utilization": "kv_memory sets the size of the cache",
     "tensor_parallel_size": "one device computes",
     "quantization": "weights are computed in dtype",
     "max_seq_len": "it is called max_model_len",
     "tokenizer": "it comes with the model",
     "trust_remote_code": "no code of a model is ever run",
     "swap_space": "a preempted sequence is computed again",
-    "enforce_eager": "there is nothing to choose",
+    "enforce_eager": "cuda_graphs=False does that",
 }
 
 
@@ -102,10 +107,20 @@ class EngineConfig:
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens computed in a step, of all sequences together.
         enable_prefix_caching: whether the blocks of a prompt are found again by later prompts.
+        overlap: whether the next step is prepared while the device computes. Answers do not depend on it.
+            None: on a GPU it is; a CPU gains nothing by it, since it is the one that prepares.
         tenants: who has a share of the cache of its own: a list of `Tenant`, or the path of a JSON file with
             one. Held as a tuple.
         kv_memory: bytes for the cache, as a number or as "2GiB", "512MiB". None: on a CPU a quarter of the
-            free memory, at most 4 GiB; on a GPU nine tenths of what is free once the weights are loaded.
+            free memory, at most 4 GiB; on a GPU what gpu_memory_utilization leaves beside the weights and the
+            largest step, which is tried at start.
+        gpu_memory_utilization: the share of a GPU's memory that the engine may use in all. Not looked at on a
+            CPU, nor where kv_memory or num_blocks is given.
+        kv_cache_dtype: what the cache holds. "auto": dtype; "fp8": e4m3 with a scale of 1, half as much
+            memory, on a GPU only.
+        bulk_attention: decode by bulk copies, on a GPU of compute capability 9.0 or more and with heads of
+            64, 128 or 256 elements. Off until it has been measured.
+        cuda_graphs: whether steps in which all sequences decode are replayed from graphs on a GPU.
         num_blocks: usable blocks of the pool, exactly; wins over kv_memory.
         max_pinned_blocks: blocks that pins and sessions may hold together. None: a quarter of the pool, but
             never so many that a sequence of max_model_len would not fit beside them.
@@ -121,8 +136,13 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
+    overlap: bool | None = None
     tenants: Tenants = ()
     kv_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
+    bulk_attention: bool = False
+    cuda_graphs: bool = True
     num_blocks: int | None = None
     max_pinned_blocks: int | None = None
     threads: int | None = None
@@ -139,7 +159,7 @@ class EngineConfig:
             raise _refusal("dtype", self.dtype, ", ".join(DTYPES))
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise _refusal("device", self.device, "auto, cpu, cuda or cuda:<number>")
-        check_bool(_invalid, "enable_prefix_caching", self.enable_prefix_caching, "True or False")
+        self._check_switches()
         object.__setattr__(self, "tenants", read_tenants(self.tenants))
         _check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE, "a power of two in 1..256")
         if self.block_size & (self.block_size - 1):
@@ -159,6 +179,18 @@ class EngineConfig:
                 _check_int(option, value, low, high, allowed)
         if self.kv_memory is not None:
             object.__setattr__(self, "kv_memory", parse_bytes("kv_memory", self.kv_memory))
+
+    def _check_switches(self) -> None:
+        for option in ("enable_prefix_caching", "bulk_attention", "cuda_graphs"):
+            check_bool(_invalid, option, getattr(self, option), "True or False")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise _refusal("kv_cache_dtype", self.kv_cache_dtype, ", ".join(KV_CACHE_DTYPES))
+        utilization = self.gpu_memory_utilization
+        is_number = isinstance(utilization, int | float) and not isinstance(utilization, bool)
+        if not is_number or not 0 < utilization <= 1:
+            raise _refusal("gpu_memory_utilization", utilization, "a number above 0, at most 1")
+        if self.overlap is not None:
+            check_bool(_invalid, "overlap", self.overlap, "True, False or None")
 
     @property
     def named_tenants(self) -> tuple[Tenant, ...]:
@@ -219,13 +251,21 @@ _HELP: Final = {
     "max_num_seqs": "sequences that run at a time (default: 256)",
     "max_num_batched_tokens": "tokens computed in a step (default: 2048)",
     "enable_prefix_caching": "find the blocks of earlier prompts again (default: on)",
+    "overlap": "prepare the next step while the device computes (default: on a GPU)",
     "tenants": "JSON file: a list of tenants with name, cache_salt or api_key, min_blocks, eviction_weight",
     "kv_memory": "memory of the cache: bytes, 512MiB, 2GiB (default: a quarter of the free, at most 4GiB)",
+    "gpu_memory_utilization": "share of a GPU's memory for all that the engine needs (default: 0.9)",
+    "kv_cache_dtype": "type of the cache: auto is dtype, fp8 is for a GPU only (default: auto)",
+    "bulk_attention": "decode by bulk copies, on a GPU of compute capability 9.0 or more (default: off)",
+    "cuda_graphs": "replay steps of decodes from graphs, on a GPU (default: on)",
     "num_blocks": "usable cache blocks, exactly; wins over --kv-memory",
     "max_pinned_blocks": "blocks that pins and sessions may hold (default: a quarter, if all else fits)",
     "threads": "threads that compute (default: the cores that the process may use)",
     "seed": "start of the seeds of requests without one (default: drawn at start)",
 }
+
+
+_CHOICES: Final = {"dtype": DTYPES, "kv_cache_dtype": KV_CACHE_DTYPES}
 
 
 def add_cli_options(parser: argparse.ArgumentParser) -> None:
@@ -235,10 +275,12 @@ def add_cli_options(parser: argparse.ArgumentParser) -> None:
         flag = "--" + field.name.replace("_", "-")
         # The default is None for all of them, so that `from_cli` can tell what was given from what was not.
         settings: dict[str, Any] = {"dest": field.name, "default": None, "help": _HELP[field.name]}
-        if field.type is bool:
+        if bool in (field.type, *get_args(field.type)):
             settings["action"] = argparse.BooleanOptionalAction
-        elif field.name == "dtype":
-            settings["choices"] = DTYPES
+        elif field.name in _CHOICES:
+            settings["choices"] = _CHOICES[field.name]
+        elif field.type is float:
+            settings |= {"type": float, "metavar": "X"}
         else:
             takes_int = field.name != "kv_memory" and (field.type is int or int in get_args(field.type))
             settings["type"] = int if takes_int else str

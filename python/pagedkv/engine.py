@@ -13,14 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from pagedkv._core import Core
+from pagedkv._core import Core, StepHeader
 from pagedkv.errors import EngineDead
-from pagedkv.events import BeamAnswer, StepReport
+from pagedkv.events import VOID, BeamAnswer, StepReport
 from pagedkv.holds import told_ms
-from pagedkv.runner import ModelRunner
+from pagedkv.runner import LaunchedStep, ModelRunner
 
 logger = logging.getLogger("pagedkv")
 T = TypeVar("T")
@@ -33,15 +33,31 @@ IDLE_WAIT_S: Final = 0.25
 SWITCH_INTERVAL_S: Final = 1e-4
 
 
+@dataclass(slots=True)
+class _StepInFlight:
+    """A step that was scheduled and not committed yet.
+
+    `launched` is None, and `error` says why, where it could not be launched.
+    """
+
+    header: StepHeader
+    report: StepReport
+    launched: LaunchedStep | None = None
+    error: Exception | None = None
+
+
 class Engine:
     """One core and one model runner. Not thread-safe, but for `events`, which belong to their reader.
+
+    With overlap a step is scheduled and launched before the one before it is waited for, so that the device
+    does not wait for the host. It then takes its tokens from that one, on the device.
 
     Attributes:
         events: what the steps brought about.
         last_error: what the last step that failed raised.
     """
 
-    def __init__(self, core: Core, runner: ModelRunner) -> None:
+    def __init__(self, core: Core, runner: ModelRunner, *, overlap: bool = False) -> None:
         self.core = core
         self.edge = core.edge
         self.events = core.open_events()
@@ -49,6 +65,8 @@ class Engine:
         self.last_error: Exception | None = None
         self._process_id = os.getpid()
         self._arena = runner.new_arena(core.arena_len)
+        self._most_in_flight = 2 if overlap else 1
+        self._in_flight: deque[_StepInFlight] = deque()
 
     def require_own_process(self) -> None:
         """Raises EngineDead in a fork of the process that loaded the engine.
@@ -59,39 +77,19 @@ class Engine:
             raise EngineDead("the engine was loaded before a fork; load it in the process that uses it")
 
     def step(self) -> StepReport | None:
-        """Takes one step. None: there was nothing to do.
+        """Finishes one step, the next one being launched before with overlap. None: there was nothing to do.
 
-        A forward pass that raises costs the requests of its step, which the next step reports as ended, and
+        A forward pass that raises costs the requests of its step, which a later step reports as ended, and
         nothing else. Raises what the device raises if it does not work any more after such a failure.
         """
-        started = time.monotonic()
-        self.core.set_time(told_ms())
-        header = self.core.schedule(self._arena)
-        if header is None:
-            return None
-        report = StepReport(header.step_id, header.num_ended, None, self.last_error, started, started)
-        if header.num_tokens == 0:
-            return report
-        try:
-            result = self.runner.run(header, self._arena)
-        except BaseException as error:
-            self.core.fail_step()
-            if not isinstance(error, Exception):
-                raise
-            logger.exception("step %d failed; its requests end with an error", header.step_id)
-            self.last_error = error
-            self.runner.probe()
-            return report
-        self.core.commit(header.step_id, result.tokens, result.candidates)
-        if header.num_beam_rows:
-            report.answers = [
-                (core_id, [BeamAnswer(*answer) for answer in answers])
-                for core_id, answers in self.core.take_beams()
-            ]
-        report.num_events += header.num_rows
-        report.logprobs = result.logprobs
-        report.finished_s = time.monotonic()
-        return report
+        # Nothing can go on from a step that was not computed.
+        while len(self._in_flight) < self._most_in_flight and not self._is_failed:
+            report = self._begin()
+            if report is None:
+                break
+            if not self._in_flight:
+                return report  # Some requests ended, and nothing is left to compute.
+        return self._finish() if self._in_flight else None
 
     def ask(self, question: Callable[[Core], T]) -> T:
         """Has the core, which hears the time first, answer a question between two steps."""
@@ -100,10 +98,80 @@ class Engine:
 
     def settle(self) -> None:
         """Brings the core to rest after everything in flight was aborted, also if a step was cut short."""
-        with suppress(RuntimeError):  # Usually no step is in flight.
-            self.core.fail_step()
+        if self.core.num_in_flight != len(self._in_flight):
+            self._give_up()
         while (report := self.step()) is not None:
             self.events.take(report.step_id)
+
+    @property
+    def _is_failed(self) -> bool:
+        return bool(self._in_flight) and self._in_flight[-1].error is not None
+
+    def _begin(self) -> StepReport | None:
+        """Schedules a step and launches it.
+
+        Returns the report that announces the requests which ended by now. None: there is nothing to compute,
+        at least not before the step in flight is committed.
+        """
+        started = time.monotonic()
+        self.core.set_time(told_ms())
+        header = self.core.schedule(self._arena)
+        if header is None:
+            return None
+        report = StepReport(header.step_id, 0, None, None, started, started)
+        announcing = self._in_flight[0].report if self._in_flight else report
+        announcing.num_events += header.num_ended
+        announcing.error = self.last_error
+        if header.num_tokens == 0:
+            return None if self._in_flight else report
+        step = _StepInFlight(header, report)
+        self._in_flight.append(step)
+        try:
+            step.launched = self.runner.launch(header, self._arena)
+        except Exception as error:
+            step.error = error
+        except BaseException:
+            self._give_up()
+            raise
+        return announcing
+
+    def _finish(self) -> StepReport:
+        """Waits for the oldest step in flight and commits it, or fails it."""
+        step = self._in_flight[0]
+        header, report = step.header, step.report
+        try:
+            if step.launched is None:
+                raise step.error or RuntimeError("the step was never launched")
+            result = step.launched.result()
+        except Exception as error:
+            self._in_flight.popleft()
+            self.core.fail_step()
+            logger.exception("step %d failed; its requests end with an error", header.step_id)
+            self.last_error = error
+            self.runner.probe()
+            return report
+        except BaseException:
+            self._give_up()
+            raise
+        states = self.core.commit(header.step_id, result.tokens, result.candidates)
+        self._in_flight.popleft()
+        if header.num_beam_rows:
+            report.answers = [
+                (core_id, [BeamAnswer(*answer) for answer in answers])
+                for core_id, answers in self.core.take_beams()
+            ]
+        report.num_events += header.num_rows
+        if self._most_in_flight > 1:
+            report.num_events -= int((states == VOID).sum())
+        report.logprobs = result.logprobs
+        report.finished_s = time.monotonic()
+        return report
+
+    def _give_up(self) -> None:
+        """Fails whatever is in flight, also what the engine does not know of because it was interrupted."""
+        self._in_flight.clear()
+        for _ in range(self.core.num_in_flight):
+            self.core.fail_step()
 
 
 class EngineThread:

@@ -13,6 +13,8 @@ STOP: Final = 1
 LENGTH: Final = 2
 ABORT: Final = 3
 ERROR: Final = 4
+# What a commit says of a row whose sequence had ended before: there is no event of it.
+VOID: Final = -1
 
 # What happened to one sample: the core's id of its request, row of the step, sample index, token id, state,
 # prompt tokens that were found in the cache. Row and token are -1 where a sequence ended outside a commit.
@@ -52,7 +54,8 @@ class StepReport:
     """Announces the events of a step, and says what they have in common.
 
     Attributes:
-        step_id: the core's number of the step; no other report has the same.
+        step_id: the core's number of the step; no other report has the same. Requests that ended outside a
+            commit, while it was the oldest step in flight, are announced with it.
         num_events: how many there are.
         logprobs: of the rows that asked, by row.
         error: what the last step that failed raised, for events whose state is ERROR.

@@ -10,14 +10,14 @@ import sys
 
 import torch
 
-from pagedkv import __version__, _core
+from pagedkv import __version__, _core, gpu
 from pagedkv.config import EngineConfig, poison_requested
 from pagedkv.engine import Engine
 from pagedkv.front import Front
 from pagedkv.kv_cache import KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
-from pagedkv.ops import choose
+from pagedkv.ops import Ops
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.plan import (
     PoolPlan,
@@ -26,11 +26,11 @@ from pagedkv.plan import (
     cpu_budget,
     format_bytes,
     free_memory,
-    gpu_budget,
     plan_pool,
 )
 from pagedkv.request import Limits
 from pagedkv.runner import ModelRunner
+from pagedkv.sampling_params import MAX_SAMPLES
 from pagedkv.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagedkv")
@@ -44,7 +44,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     """
     set_num_threads(config.num_threads)
     device = choose_device(config.device)
-    ops = choose(device.type)
+    ops = gpu.choose_ops(config, device)
     source = resolve(config.model)
     logger.info(
         "pagedkv %s, %d threads, kernels for %s, prefix caching %s",
@@ -60,8 +60,8 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     tokenizer = Tokenizer.load(source)
     model_config = loaded.config
     if isinstance(ops, CudaOps):
-        ops.prepare(loaded.dtype, model_config.head_dim)
-    plan = plan_memory(config, loaded, device)
+        gpu.prepare(config, loaded, ops)
+    plan = plan_memory(config, loaded, ops)
     kv_cache = _allocate(config, loaded, plan, device)
     eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
     core = _core.Core(
@@ -78,7 +78,15 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
     front = Front(core.edge, tokenizer, config, model_config, limits, seed)
-    return Engine(core, ModelRunner(loaded, kv_cache, ops, device)), front
+    max_num_rows = config.max_num_seqs + MAX_SAMPLES
+    if isinstance(ops, CudaOps):
+        stage = gpu.make_stage(ops, loaded, kv_cache, core.arena_len)
+        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows, stage=stage)
+        gpu.capture_graphs(config, loaded, ops, runner, plan.max_model_len)
+    else:
+        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows)
+    overlap = device.type == "cuda" if config.overlap is None else config.overlap
+    return Engine(core, runner, overlap=overlap), front
 
 
 def choose_device(device: str) -> torch.device:
@@ -103,13 +111,15 @@ def set_num_threads(num_threads: int) -> None:
     _core.set_num_threads(num_threads)
 
 
-def plan_memory(config: EngineConfig, model: LoadedModel, device: torch.device) -> PoolPlan:
+def plan_memory(config: EngineConfig, model: LoadedModel, ops: Ops) -> PoolPlan:
     """Chooses the size of the pool, with the weights already in memory, and says what was chosen."""
-    bytes_per_token = model.config.kv_bytes_per_token(model.dtype)
-    free = _free_bytes(device)
+    bytes_per_token = model.config.kv_bytes_per_token(gpu.cache_dtype(config, model))
+    free = ops.device.memory()[0] if isinstance(ops, CudaOps) else free_memory()
     budget = config.kv_bytes
-    if budget is None:
-        budget = gpu_budget(free) if device.type == "cuda" else cpu_budget(free)
+    if budget is None and config.num_blocks is not None:
+        budget = free
+    elif budget is None:
+        budget = gpu.memory_for_cache(config, model, ops) if isinstance(ops, CudaOps) else cpu_budget(free)
     plan = plan_pool(
         bytes_per_token=bytes_per_token,
         block_size=config.block_size,
@@ -165,7 +175,7 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
             model.config.num_kv_heads,
             config.block_size,
             model.config.head_dim,
-            model.dtype,
+            gpu.cache_dtype(config, model),
             device,
             poison=poison_requested(),
         )
@@ -177,10 +187,3 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
             f"{plan.num_blocks} blocks of {config.block_size} tokens cannot be allocated, choose fewer with "
             f"num_blocks or kv_memory: {first_line}"
         ) from error
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        return free
-    return free_memory()

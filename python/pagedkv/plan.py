@@ -12,7 +12,6 @@ from typing import Final
 
 CPU_SHARE: Final = 0.25
 CPU_MOST_BYTES: Final = 4 * 2**30
-GPU_SHARE: Final = 0.9
 # Slots travel as int32; the null block has slots as well.
 MAX_SLOTS: Final = 2**31 - 1
 
@@ -172,12 +171,32 @@ def cpu_budget(free_bytes: int) -> int:
     return min(int(free_bytes * CPU_SHARE), CPU_MOST_BYTES)
 
 
-def gpu_budget(free_bytes: int) -> int:
-    """The share of a GPU's free memory, once the weights are loaded, that the cache takes by default.
+def gpu_budget(
+    *, free_bytes: int, total_bytes: int, step_bytes: int, kept_bytes: int, utilization: float
+) -> int:
+    """The bytes that a cache on a GPU may take by default.
 
-    The rest is for what a step needs besides. How much that is has not been measured by a run.
+    Args:
+        free_bytes: free once the weights are loaded.
+        total_bytes: all there are.
+        step_bytes: what the largest step takes besides, at its height.
+        kept_bytes: what graphs and the table of positions will keep.
+        utilization: the share of all that may be used.
+
+    Raises:
+        ValueError: nothing is left.
     """
-    return int(free_bytes * GPU_SHARE)
+    used = total_bytes - free_bytes
+    budget = int(total_bytes * utilization) - used - step_bytes - kept_bytes
+    # Another process may have taken what this one may use.
+    budget = min(budget, free_bytes - step_bytes - kept_bytes)
+    if budget <= 0:
+        raise ValueError(
+            f"gpu_memory_utilization is {utilization:g} of {format_bytes(total_bytes)}, which leaves nothing "
+            f"for the cache: {format_bytes(used)} are taken, a step needs {format_bytes(step_bytes)}, graphs "
+            f"and positions {format_bytes(kept_bytes)}; choose more, or a smaller max_num_batched_tokens"
+        )
+    return budget
 
 
 def format_bytes(num_bytes: int) -> str:

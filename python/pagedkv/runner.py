@@ -1,26 +1,58 @@
 """One step on tensors: copies of blocks, the forward pass, sampling, log-probabilities.
 
 The runner owns the model, the cache tensors and the choice of operations. It takes the arena that the core
-wrote and gives back numbers; it decides nothing.
+wrote and gives back numbers; it decides nothing. A step is launched, and asked for its result later: on a GPU
+the host is free in between.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from pagedkv._core import StepHeader
-from pagedkv.batch import StepBatch
+from pagedkv.batch import StepBatch, arena_section
 from pagedkv.candidates import likeliest
+from pagedkv.decode_graphs import DecodeGraphs
 from pagedkv.events import RowLogprobs
 from pagedkv.kv_cache import KVCache
-from pagedkv.ops import Ops
+from pagedkv.ops import Ops, check_sampled
+from pagedkv.stage import Fetched, HostStage, Stage
 
 if TYPE_CHECKING:
     from pagedkv.models import LoadedModel
+
+
+class StepCounts(Protocol):
+    """What a launch reads of a `StepHeader`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Leading sequences that decode."""
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+
+    @property
+    def num_copies(self) -> int:
+        """C."""
+
+    @property
+    def num_beam_rows(self) -> int:
+        """B."""
+
+
+Compute = Callable[[], tuple[Tensor, Tensor | None]]
+Candidates = tuple[NDArray[np.int32], NDArray[np.float32]]
 
 
 @dataclass(slots=True)
@@ -32,7 +64,56 @@ class StepResult:
 
     tokens: NDArray[np.int32]
     logprobs: RowLogprobs | None
-    candidates: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+    candidates: Candidates | None = None
+
+
+class LaunchedStep:
+    """A step that was enqueued. It needs the arena no more."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        stage: Stage,
+        fetched: Fetched | None = None,
+        *,
+        rows_with_logprobs: list[int] | None = None,
+        beams: tuple[Tensor, int] | None = None,
+    ) -> None:
+        """Keeps what the result is made of.
+
+        Args:
+            num_rows: R.
+            stage: Where it is computed.
+            fetched: Brings tokens [R] and, if `rows_with_logprobs`, what `Ops.logprobs` returned for them.
+                None: nothing was sampled.
+            rows_with_logprobs: Rows that asked for log-probabilities.
+            beams: Logits of the rows of beams, and how many candidates each needs.
+        """
+        self._num_rows = num_rows
+        self._stage = stage
+        self._fetched = fetched
+        self._rows_with_logprobs = rows_with_logprobs or []
+        self._beams = beams
+
+    @torch.inference_mode()
+    def result(self) -> StepResult:
+        """Waits for what was sampled. Raises whatever the device or the operations raise, see `Ops.sample`.
+
+        A step without rows has nothing to wait for: what comes after it is enqueued behind it.
+        """
+        tokens, logprobs, candidates = np.zeros(self._num_rows, np.int32), None, None
+        if self._fetched is not None:
+            sampled, *rest = self._fetched()
+            tokens = sampled.numpy().astype(np.int32)
+            check_sampled(tokens)
+            if rest:
+                index = {row: entry for entry, row in enumerate(self._rows_with_logprobs)}
+                logprobs = RowLogprobs(index, *(values.tolist() for values in rest))
+        if self._beams is not None:
+            with self._stage.active():
+                ids, values = likeliest(*self._beams)
+                candidates = (ids.to("cpu", torch.int32).numpy(), values.cpu().numpy())
+        return StepResult(tokens, logprobs, candidates)
 
 
 class ModelRunner:
@@ -40,60 +121,118 @@ class ModelRunner:
 
     Attributes:
         before_layer: called before each layer of a forward pass, to show that it goes on; it must be cheap.
+        stage: where steps are computed.
     """
 
-    def __init__(self, model: "LoadedModel", kv_cache: KVCache, ops: Ops, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: "LoadedModel",
+        kv_cache: KVCache,
+        ops: Ops,
+        *,
+        max_num_rows: int,
+        stage: Stage | None = None,
+    ) -> None:
+        """Puts them together.
+
+        Args:
+            model: The model.
+            kv_cache: Its cache.
+            ops: The operations, with which the model was packed.
+            max_num_rows: Rows that a step may have.
+            stage: Where steps are computed; the CPU if None.
+        """
         self.model = model.model
         self.kv_cache = kv_cache
         self.ops = ops
-        self.device = device
         self.before_layer: Callable[[], None] | None = None
+        self.stage = HostStage() if stage is None else stage
+        self._graphs: DecodeGraphs | None = None
+        # Tokens of the step launched last, for the next one, which may be launched before they are known.
+        self._sampled = torch.zeros(max_num_rows, dtype=torch.int64, device=self.stage.torch_device)
 
     def new_arena(self, num_words: int) -> NDArray[np.int32]:
-        """An arena for the core to write into; pinned where a GPU is to copy from it."""
-        pinned = self.device.type == "cuda"
-        return torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned).numpy()
+        """An arena for the core to write into. It may be written again as soon as `launch` has returned."""
+        return np.zeros(num_words, np.int32)
 
     @torch.inference_mode()
-    def run(self, header: StepHeader, arena: NDArray[np.int32]) -> StepResult:
-        """Computes one step. Raises whatever the model or the device raises."""
-        batch = StepBatch.from_arena(torch.from_numpy(arena), header.num_decodes, self.device)
-        if header.num_copies:
-            # All copies come first: a block that is written in this step may be the source of one.
-            self.ops.copy_blocks(self.kv_cache.layers, batch.copies)
-        logits = self.model(batch, self.kv_cache, self.ops, self.before_layer)
-        if header.num_rows == 0:
-            if self.device.type == "cuda":
-                # Nothing is read back, but the arena may be written again only once it has been copied.
-                torch.cuda.synchronize(self.device)
-            return StepResult(np.empty(0, dtype=np.int32), None)
-        if header.num_beam_rows == header.num_rows:
-            # Rows of beams are ranked, not sampled; their tokens are not looked at.
-            return StepResult(np.zeros(header.num_rows, np.int32), None, self._candidates(logits, batch))
-        tokens = self.ops.sample(logits, batch.sampling)
-        logprobs = self._logprobs(logits, tokens, batch)
-        candidates = self._candidates(logits, batch) if header.num_beam_rows else None
-        return StepResult(tokens.to("cpu", torch.int32).numpy(), logprobs, candidates)
+    def launch(self, header: StepCounts, arena: NDArray[np.int32]) -> LaunchedStep:
+        """Enqueues one step; on the CPU it has been computed when this returns.
+
+        A token whose source is a row takes what that row of the step launched before has sampled. Raises
+        whatever the model or the device raises, the latter perhaps for an earlier step.
+        """
+        with self.stage.active():
+            copies, compute = self._placed(header, arena)
+            if header.num_copies:
+                # All copies come first: a block that is written in this step may be the source of one.
+                self.ops.copy_blocks(self.kv_cache.layers, copies)
+            logits, tokens = compute()
+            # Rows of beams are ranked, not sampled; where there are no others, nobody looks at tokens.
+            return self._launched(
+                header, arena, logits, tokens if header.num_rows > header.num_beam_rows else None
+            )
 
     def probe(self) -> None:
         """Raises if the device computes no more. A GPU that met an illegal access never does again."""
-        if self.device.type == "cuda":
-            torch.ones(8, device=self.device).sum().item()
+        with self.stage.active():
+            self.stage.probe()
 
-    def _candidates(
-        self, logits: torch.Tensor, batch: StepBatch
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        rows, wanted = batch.beams.unbind(1)
-        if len(rows) < len(logits):
-            logits = logits[rows.long()]
-        ids, logprobs = likeliest(logits, int(wanted.max()))
-        return ids.to("cpu", torch.int32).numpy(), logprobs.cpu().numpy()
+    def capture_graphs(self, graphs: DecodeGraphs, *, progress: bool = False) -> None:
+        """Has steps in which all sequences decode replayed from graphs, which are captured now."""
 
-    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, batch: StepBatch) -> RowLogprobs | None:
-        most = batch.sampling.max_num_logprobs
-        if most < 0:
-            return None
-        picked = torch.nonzero(batch.sampling.num_logprobs >= 0).squeeze(1)
-        chosen, top_ids, top = self.ops.logprobs(logits[picked], tokens[picked], most)
-        index = {row: entry for entry, row in enumerate(picked.tolist())}
-        return RowLogprobs(index, chosen.tolist(), top_ids.tolist(), top.tolist())
+        def compute(batch: StepBatch) -> tuple[Tensor, Tensor]:
+            logits, tokens = self._compute(batch, follows=True, samples=True)
+            assert tokens is not None
+            return logits, tokens
+
+        with torch.inference_mode(), self.stage.active():
+            graphs.capture(compute, progress=progress)
+        self._graphs = graphs
+
+    def _placed(self, header: StepCounts, arena: NDArray[np.int32]) -> tuple[Tensor, Compute]:
+        """Sends a step to the device; returns the copies that come first, and what enqueues the rest."""
+        if self._graphs is not None and header.num_tokens == header.num_decodes == header.num_rows:
+            decode = self._graphs.place(arena, header.num_tokens)
+            if decode is not None:
+                return decode.copies, decode.replay
+        batch = self.stage.place(arena, header.num_decodes)
+        follows = bool((arena_section(arena, "token_source") >= 0).any())
+        samples = header.num_rows > header.num_beam_rows
+        return batch.copies, partial(self._compute, batch, follows=follows, samples=samples)
+
+    def _compute(self, batch: StepBatch, *, follows: bool, samples: bool) -> tuple[Tensor, Tensor | None]:
+        """From tokens to logits f32 [R, V] and sampled tokens i64 [R]."""
+        if follows:
+            source = batch.token_source
+            sampled = self._sampled[source.clamp(min=0)].to(batch.token_ids.dtype)
+            batch = replace(batch, token_ids=torch.where(source >= 0, sampled, batch.token_ids))
+        logits: Tensor = self.model(batch, self.kv_cache, self.ops, self.before_layer)
+        if not samples:
+            return logits, None
+        tokens = self.ops.sample(logits, batch.sampling)
+        self._sampled[: len(tokens)].copy_(tokens)
+        return logits, tokens
+
+    def _launched(
+        self,
+        header: StepCounts,
+        arena: NDArray[np.int32],
+        logits: Tensor,
+        tokens: Tensor | None,
+    ) -> LaunchedStep:
+        """Enqueues what comes after sampling, and the way back to the host."""
+        beams, rows, fetched = None, [], None
+        if header.num_beam_rows:
+            beam_rows, wanted = arena_section(arena, "beams").T
+            # A copy: logits that a graph has left are gone with the next step.
+            beams = logits[self.stage.send(torch.tensor(beam_rows))], int(wanted.max())
+        if tokens is not None:
+            results = [tokens]
+            num_logprobs = arena_section(arena, "sampling")[:, -1]
+            if num_logprobs.max() >= 0:
+                rows = np.flatnonzero(num_logprobs >= 0).tolist()
+                picked = self.stage.send(torch.tensor(rows))
+                results += self.ops.logprobs(logits[picked], tokens[picked], int(num_logprobs.max()))
+            fetched = self.stage.fetch(results)
+        return LaunchedStep(header.num_rows, self.stage, fetched, rows_with_logprobs=rows, beams=beams)

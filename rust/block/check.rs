@@ -33,7 +33,7 @@ impl BlockPool {
             }
         }
         let mut on_leased = vec![false; self.index.nodes.len()];
-        for block in self.leased.iter().chain(self.lent.keys()) {
+        for block in self.leased.iter().flatten().chain(self.lent.keys()) {
             on_leased[block.index()] = true;
         }
         for block in (1..=self.num_blocks()).map(BlockId) {

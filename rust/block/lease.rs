@@ -1,7 +1,8 @@
 //! Blocks that copies read: what keeps them from being reused, and when they come free.
 //!
-//! The copies of a step run before its first write and are over when it ends. A copy of another thread, such as one
-//! to a tier below, may take any number of steps; the scheduler hears from that thread when it is done.
+//! The copies of a step run before its first write and are over when it ends. Where a step is built while another one
+//! is computed, each has leases of its own. A copy of another thread, such as one to a tier below, may take any number
+//! of steps; the scheduler hears from that thread when it is done.
 
 use super::pool::{BlockPool, count};
 use crate::ids::BlockId;
@@ -9,22 +10,39 @@ use crate::ids::BlockId;
 impl BlockPool {
     /// Blocks that only copies hold.
     pub fn num_fenced(&self) -> u32 {
-        let in_step = self.leased.iter().enumerate();
-        let in_step = in_step
-            .filter(|&(at, block)| !self.leased[..at].contains(block) && !self.lent.contains_key(block))
-            .map(|(_, block)| block);
-        let fenced = in_step
-            .chain(self.lent.keys())
-            .filter(|block| self.index.nodes[block.index()].num_tables == 0);
+        let lent = self.lent.keys();
+        let fenced = lent.filter(|block| self.index.nodes[block.index()].num_tables == 0);
+        self.num_fenced_by_steps() + count(fenced.count())
+    }
+
+    /// Of those, blocks that become free or idle when the steps under way have ended.
+    pub fn num_fenced_by_steps(&self) -> u32 {
+        let leased = || self.leased.iter().flatten();
+        let fenced = leased().enumerate().filter(|&(at, block)| {
+            self.index.nodes[block.index()].num_tables == 0
+                && !self.lent.contains_key(block)
+                && !leased().take(at).any(|earlier| earlier == block)
+        });
         count(fenced.count())
     }
 
-    /// Copies of the step in flight that read a block.
+    /// Leases of a block by the steps under way.
     pub fn num_leases(&self, block: BlockId) -> u32 {
-        count(self.leased.iter().filter(|&&leased| leased == block).count())
+        count(
+            self.leased
+                .iter()
+                .flatten()
+                .filter(|&&leased| leased == block)
+                .count(),
+        )
     }
 
-    /// Keeps a held block from being reused until [`Self::end_step`], because a copy of the step reads it.
+    /// Begins another step before the last one has ended: leases are its own from now on.
+    pub fn begin_step(&mut self) {
+        self.leased.push(Vec::new());
+    }
+
+    /// Keeps a held block from being reused until the step that began last has ended, because it reads the block.
     ///
     /// # Panics
     /// If nobody holds the block.
@@ -32,21 +50,48 @@ impl BlockPool {
         let node = &mut self.index.nodes[block.index()];
         assert!(node.is_held(), "block {} was leased but nobody holds it", block.0);
         node.is_leased = true;
-        self.leased.push(block);
+        let newest = self
+            .leased
+            .last_mut()
+            .expect("there is always a step that leases belong to");
+        newest.push(block);
     }
 
-    /// Drops the leases of the step: its copies have been made.
+    /// Drops the leases of the oldest step: its copies have been made.
     pub fn end_step(&mut self) {
-        let mut leased = std::mem::take(&mut self.leased);
-        let nodes = &mut self.index.nodes;
+        // There is always a step that leases belong to.
+        if self.leased.len() > 1 {
+            let leased = self.leased.remove(0);
+            self.drop_leases(leased);
+        } else {
+            let leased = std::mem::take(&mut self.leased[0]);
+            self.leased[0] = self.drop_leases(leased);
+        }
+    }
+
+    /// Drops the leases of the step that began last, which came to nothing.
+    pub fn cancel_step(&mut self) {
+        if self.leased.len() > 1
+            && let Some(leased) = self.leased.pop()
+        {
+            self.drop_leases(leased);
+        } else {
+            self.end_step();
+        }
+    }
+
+    /// Settles the blocks whose last lease is among these. Returns the vector, empty.
+    fn drop_leases(&mut self, mut leased: Vec<BlockId>) -> Vec<BlockId> {
+        let (nodes, others) = (&mut self.index.nodes, &self.leased);
         leased.retain(|block| {
-            let is_lent = self.lent.contains_key(block);
-            std::mem::replace(&mut nodes[block.index()].is_leased, is_lent) && !is_lent
+            let is_leased =
+                self.lent.contains_key(block) || others.iter().any(|others| others.contains(block));
+            std::mem::replace(&mut nodes[block.index()].is_leased, is_leased) && !is_leased
         });
         for block in leased.drain(..) {
             self.settle(block);
         }
-        self.leased = leased;
+        leased
     }
 
     /// Copies of other threads that read a block.
@@ -88,7 +133,7 @@ impl BlockPool {
             *num_lent -= 1;
             if *num_lent == 0 {
                 self.lent.remove(&block);
-                self.index.nodes[block.index()].is_leased = self.leased.contains(&block);
+                self.index.nodes[block.index()].is_leased = self.num_leases(block) > 0;
                 returned.push(block);
             }
         }

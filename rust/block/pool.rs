@@ -40,8 +40,9 @@ pub struct BlockPool {
     pub(super) eviction: Eviction,
     pub(super) turns: TurnWeights,
     pub(super) index: PrefixIndex,
-    /// Blocks that copies of the step in flight read, once for every copy.
-    pub(super) leased: Vec<BlockId>,
+    /// Blocks that must not be reused before a step has ended, once for every reason, by step: those under way in
+    /// their order, and the last entry also while none is.
+    pub(super) leased: Vec<Vec<BlockId>>,
     /// Blocks that copies of other threads read, and how many do.
     pub(super) lent: BTreeMap<BlockId, u32>,
     /// Counts calls of `clear_prefix`.
@@ -100,7 +101,7 @@ impl BlockPool {
             eviction,
             turns: TurnWeights::new(num_blocks),
             index: PrefixIndex::new(hasher, num_blocks, block_size),
-            leased: Vec::new(),
+            leased: vec![Vec::new()],
             lent: BTreeMap::new(),
             epoch: 0,
             shares: Shares::new(shares, num_blocks),
@@ -184,6 +185,11 @@ impl BlockPool {
     /// Tables that hold the block plus copies that read it.
     pub fn ref_count(&self, block: BlockId) -> u32 {
         self.index.nodes[block.index()].num_tables + self.num_leases(block) + self.num_lent(block)
+    }
+
+    /// Tables that hold the block.
+    pub fn num_tables(&self, block: BlockId) -> u32 {
+        self.index.nodes[block.index()].num_tables
     }
 
     /// Whether a table or a copy holds the block.

@@ -91,7 +91,7 @@ pub(super) struct Node {
     pub(super) fill_len: u16,
     /// How many later requests came back to the block, up to the last class.
     pub(super) num_turns: u8,
-    /// Whether a copy of the step in flight reads the block.
+    /// Whether a step under way, or a copy of another thread, reads the block.
     pub(super) is_leased: bool,
     /// Tables that hold the block.
     pub(super) num_tables: u32,

@@ -366,16 +366,29 @@ impl BlockTable {
     /// length, or across it, is unpublished unless another table holds it or another sequence went on from
     /// it.
     pub fn truncate(&mut self, pool: &mut BlockPool, num_tokens: u32) {
-        let num_kept = self.blocks_for(num_tokens) as usize;
-        while let Some(block) = self.pop_beyond(num_kept) {
+        self.cut(pool, num_tokens).release(pool);
+    }
+
+    /// [`Self::truncate`] without the release: gives out a table of the dropped blocks, which a step in flight may still
+    /// write to. It must be released before this one.
+    pub fn cut(&mut self, pool: &mut BlockPool, num_tokens: u32) -> Self {
+        let root = self.live_root();
+        pool.hold_root(root);
+        let num_kept = self.blocks.len().min(self.blocks_for(num_tokens) as usize);
+        let dropped = Self {
+            blocks: self.blocks.split_off(num_kept),
+            num_published: 0,
+            ..*self
+        };
+        for &block in dropped.blocks.iter().rev() {
             pool.unpublish_sole(block);
-            pool.release(block);
         }
         let num_full = self.blocks_within(num_tokens);
         if let Some(&across) = self.blocks.get(num_full as usize) {
             pool.unpublish_sole(across);
         }
         self.shortened(pool, num_full);
+        dropped
     }
 
     /// Releases the blocks from `num_blocks` on, tail first; those that are published stay findable.
@@ -412,15 +425,6 @@ impl BlockTable {
         self.num_published = self.num_published.min(num_blocks);
         if self.is_empty() {
             self.epoch = pool.epoch();
-        }
-    }
-
-    /// Takes the last block off the table if it has more than `len`.
-    fn pop_beyond(&mut self, len: usize) -> Option<BlockId> {
-        if self.blocks.len() > len {
-            self.blocks.pop()
-        } else {
-            None
         }
     }
 

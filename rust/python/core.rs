@@ -191,6 +191,11 @@ impl Core {
         self.scheduler.has_delivered(step_id)
     }
 
+    #[getter]
+    fn num_in_flight(&self) -> usize {
+        self.scheduler.num_in_flight()
+    }
+
     fn fail_step(&mut self) -> PyResult<()> {
         self.scheduler.fail_step().map_err(to_error)
     }
@@ -202,8 +207,8 @@ impl Core {
         snapshot.set_item("num_blocks", pool.num_blocks())?;
         snapshot.set_item("free", pool.num_free())?;
         snapshot.set_item("idle", pool.num_idle())?;
-        snapshot.set_item("owned", pool.num_owned())?;
-        snapshot.set_item("fenced", pool.num_fenced())?;
+        snapshot.set_item("owned", self.scheduler.num_owned_blocks())?;
+        snapshot.set_item("fenced", self.scheduler.num_fenced_blocks())?;
         snapshot.set_item("pinned", self.scheduler.num_pinned_blocks())?;
         let ref_counts: Vec<u32> = (0..=pool.num_blocks())
             .map(|id| pool.ref_count(BlockId(id)))

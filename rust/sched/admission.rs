@@ -27,7 +27,7 @@ struct Round {
     hit: PrefixHit,
     /// Blocks that are as good as taken.
     due: u32,
-    /// Chain hashes of the blocks that this step fills.
+    /// Chain hashes of the blocks that this step and one in flight fill.
     in_flight: HashSet<u64>,
     /// Candidates that were not admitted.
     passed: Vec<SeqIdx>,
@@ -42,9 +42,8 @@ impl Scheduler {
         let mut round = Round {
             hit: std::mem::take(&mut self.hit),
             due: self.num_due_blocks(),
-            in_flight: self
-                .scheduled
-                .iter()
+            in_flight: (self.building.parts.iter())
+                .chain(self.steps.iter().flat_map(|step| &step.parts))
                 .flat_map(|part| self.hashes_filled_by(part))
                 .copied()
                 .collect(),
@@ -110,9 +109,9 @@ impl Scheduler {
                 if sequence.last_step == self.step_id {
                     self.num_missing_blocks(idx)
                 } else {
-                    sequence
-                        .table()
-                        .cost(&self.pool, sequence.num_computed, sequence.num_tokens())
+                    let from = sequence.num_scheduled;
+                    let to = (from + sequence.num_schedulable()).max(sequence.num_tokens());
+                    sequence.table().cost(&self.pool, from, to)
                 }
             })
             .sum();
@@ -127,9 +126,12 @@ impl Scheduler {
             .saturating_sub(sequence.table().len())
     }
 
-    /// Hashes of the prompt blocks that a part of this step fills.
+    /// Hashes of the prompt blocks that a part of a step fills; none where it is void.
     fn hashes_filled_by(&self, part: &Scheduled) -> &[u64] {
-        let hashes = &self.sequences.get(part.seq).hashes;
+        let Some(sequence) = self.sequences.find(part.seq) else {
+            return &[];
+        };
+        let hashes = &sequence.hashes;
         let size = self.config.block_size;
         let (from, to) = (
             part.num_computed / size,
@@ -165,7 +167,7 @@ impl Scheduler {
                 self.num_places() + self.places_for(sequence) <= self.config.max_num_seqs as usize;
             self.usable_hit(idx, table, round)
                 .filter(|_| has_places)
-                .and_then(|num_computed| budget.part_of(idx, sequence, num_computed))
+                .and_then(|num_computed| budget.first_part_of(idx, sequence, num_computed))
                 .map_or(Outcome::DoesNotFit, Outcome::Admitted)
         }
     }
@@ -201,6 +203,7 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(part.seq);
         sequence.table = Some(table);
         sequence.num_computed = part.num_computed;
+        sequence.num_scheduled = part.num_computed;
         self.queues.remove(sequence.tenant, sequence.key);
         self.queues.run(sequence.key, part.seq);
         if let Some(&first) = hit.blocks.first().filter(|_| part.num_computed > 0) {

@@ -131,7 +131,8 @@ impl Scheduler {
         let is_ready = self.beams[&request].parked.is_empty()
             && beams
                 .iter()
-                .all(|&idx| self.sequences.get(idx).num_remaining() == 1);
+                .map(|&idx| self.sequences.get(idx))
+                .all(|beam| beam.num_scheduled + 1 == beam.num_tokens());
         if !is_ready || num_beams > budget.tokens.min(budget.rows) {
             return 0;
         }
@@ -140,12 +141,12 @@ impl Scheduler {
             return 0;
         }
         for idx in beams {
-            let num_computed = self.sequences.get(idx).num_computed;
             let part = Scheduled {
                 seq: idx,
-                num_computed,
+                num_computed: self.sequences.get(idx).num_scheduled,
                 num_tokens: 1,
                 num_rows: 1,
+                source: -1,
             };
             self.push_part(part, budget);
         }
@@ -155,15 +156,18 @@ impl Scheduler {
     /// Gets a writable slot for the next token of every beam, or leaves the group as it was.
     fn make_room_for_beams(&mut self, beams: &[SeqIdx]) -> bool {
         let last = *beams.last().expect("a group has a beam");
-        while self.cost_of_beams(beams) > self.pool.num_available() {
-            let Some(victim) = self.victim(last) else {
+        loop {
+            let cost = self.cost_of_beams(beams);
+            if cost <= self.pool.num_available() {
+                break;
+            }
+            if !self.take_room(last, cost) {
                 return false;
-            };
-            self.preempt(victim);
+            }
         }
         for &idx in beams {
             let reserved = self.reserve(idx, 1);
-            assert!(reserved, "the cost of all beams was found available");
+            assert!(reserved.is_ok(), "the cost of all beams was found available");
         }
         true
     }
@@ -176,8 +180,8 @@ impl Scheduler {
             let sequence = self.sequences.get(idx);
             cost += sequence
                 .table()
-                .cost(&self.pool, sequence.num_computed, sequence.num_tokens());
-            let at = (sequence.num_computed / self.config.block_size) as usize;
+                .cost(&self.pool, sequence.num_scheduled, sequence.num_tokens());
+            let at = (sequence.num_scheduled / self.config.block_size) as usize;
             if let Some(&tail) = sequence.table().blocks().get(at)
                 && !self.pool.is_writable(tail)
             {
@@ -201,11 +205,11 @@ impl Scheduler {
         }
     }
 
-    /// Whether a beam of the request's group is part of the step that is being built.
-    pub(super) fn has_beam_in_step(&self, request: RequestId) -> bool {
+    /// Whether a beam of the request's group is part of a step from `step_id` on.
+    pub(super) fn has_beam_since(&self, request: RequestId, step_id: u64) -> bool {
         self.beams
             .get(&request)
-            .is_some_and(|group| group.last_step == self.step_id)
+            .is_some_and(|group| group.last_step >= step_id)
     }
 
     // Preempting and resuming.
@@ -225,6 +229,7 @@ impl Scheduler {
 
     fn park(&mut self, leader: SeqIdx, idx: SeqIdx) -> Parked {
         let mut beam = self.sequences.remove(idx);
+        self.sequences.vacate(idx);
         self.queues.remove(beam.tenant, beam.key);
         let table = beam.table.as_mut().expect("the beams of a group run together");
         table.release(&mut self.pool);

@@ -46,18 +46,10 @@ pub struct BeamResult {
 }
 
 impl Scheduler {
-    /// Refuses candidates that are not those which the step in flight asked for.
-    pub(super) fn check_candidates(&self, given: &BeamRows<'_>) -> Result<(), StepError> {
-        if self.beams.is_empty() {
-            return Ok(());
-        }
-        let wanted = || {
-            self.scheduled
-                .iter()
-                .filter_map(|part| self.beam_candidates(part))
-        };
-        let num_rows = wanted().count();
-        let per_row = wanted().max().unwrap_or(0) as usize;
+    /// Refuses candidates that are not those which a step asked for in its section `beams`.
+    pub(super) fn check_candidates(beams: &[(u32, u32)], given: &BeamRows<'_>) -> Result<(), StepError> {
+        let num_rows = beams.len();
+        let per_row = beams.iter().map(|&(_, wanted)| wanted).max().unwrap_or(0) as usize;
         let is_right = given.per_row >= per_row
             && given.tokens.len() == num_rows * given.per_row
             && given.logprobs.len() == given.tokens.len();
@@ -71,8 +63,8 @@ impl Scheduler {
         })
     }
 
-    /// Candidates that a part of the step asks for. None where it samples nothing, or no beam.
-    pub(super) fn beam_candidates(&self, part: &Scheduled) -> Option<u32> {
+    /// Candidates that a part of the step being built asks for. None where it samples nothing, or no beam.
+    fn beam_candidates(&self, part: &Scheduled) -> Option<u32> {
         if self.beams.is_empty() || part.num_rows == 0 {
             return None;
         }
@@ -87,7 +79,7 @@ impl Scheduler {
         }
         let mut row = 0;
         let mut rows = Vec::new();
-        for part in &self.scheduled {
+        for part in &self.building.parts {
             rows.extend(
                 self.beam_candidates(part)
                     .map(|num_candidates| (row, num_candidates)),
@@ -97,16 +89,21 @@ impl Scheduler {
         rows
     }
 
-    /// Takes the candidates of all beams of the step. `rows`: the sequence and the row of each, group after group.
+    /// Takes the candidates of all beams of the step. `rows`: the sequence and the row of each, group after group; None
+    /// where the group has ended.
     pub(super) fn commit_beams(
         &mut self,
-        rows: &[(SeqIdx, usize)],
+        rows: &[(Option<SeqIdx>, usize)],
         candidates: &BeamRows<'_>,
         states: &mut [i32],
     ) {
         let mut at = 0;
         while at < rows.len() {
-            let request = self.sequences.get(rows[at].0).request;
+            let Some(beam) = rows[at].0 else {
+                at += 1;
+                continue;
+            };
+            let request = self.sequences.get(beam).request;
             let num_beams = self.requests.of(request).sequences.len();
             let state = self.advance_beams(request, at, candidates);
             for &(_, row) in &rows[at..at + num_beams] {
@@ -116,7 +113,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes a group one token further, or ends it. Returns the state of its rows; the first one is `row`.
+    /// Takes a group one token further, or ends it. Returns the state of its rows. `row`: that of its first candidates.
     fn advance_beams(&mut self, request: RequestId, row: usize, candidates: &BeamRows<'_>) -> i32 {
         let live = self.requests.of(request);
         let params = &live.request.params;

@@ -12,6 +12,8 @@ pub(super) struct Scheduled {
     pub(super) num_tokens: u32,
     /// Rows that sample its last token: 0 for a chunk that does not reach the end.
     pub(super) num_rows: u32,
+    /// The row of the step in flight that samples its token; -1 where its tokens are known.
+    pub(super) source: i32,
 }
 
 /// What a step may still take on.
@@ -21,20 +23,40 @@ pub(super) struct Budget {
 }
 
 impl Budget {
-    /// The part that fits of the tokens which a sequence has beyond `num_computed`, or None where its rows do not.
-    pub(super) fn part_of(&self, seq: SeqIdx, sequence: &Sequence, num_computed: u32) -> Option<Scheduled> {
-        let num_remaining = sequence.num_alone() - num_computed;
-        let num_tokens = num_remaining.min(self.tokens);
-        let num_rows = if num_computed + num_tokens == sequence.num_tokens() {
+    /// The part that fits of what a running sequence may compute next, or None where its rows do not.
+    pub(super) fn part_of(&self, seq: SeqIdx, sequence: &Sequence) -> Option<Scheduled> {
+        self.part(seq, sequence, sequence.num_scheduled, sequence.num_schedulable())
+    }
+
+    /// The same for one that begins to run with `num_computed` tokens.
+    pub(super) fn first_part_of(
+        &self,
+        seq: SeqIdx,
+        sequence: &Sequence,
+        num_computed: u32,
+    ) -> Option<Scheduled> {
+        self.part(seq, sequence, num_computed, sequence.num_alone() - num_computed)
+    }
+
+    fn part(&self, seq: SeqIdx, sequence: &Sequence, num_computed: u32, most: u32) -> Option<Scheduled> {
+        let num_tokens = most.min(self.tokens);
+        let num_known = sequence.num_tokens();
+        let num_rows = if num_computed + num_tokens >= num_known {
             sequence.num_rows()
         } else {
             0
+        };
+        let source = if num_computed < num_known {
+            -1
+        } else {
+            sequence.row.cast_signed()
         };
         (num_tokens > 0 && num_rows <= self.rows).then_some(Scheduled {
             seq,
             num_computed,
             num_tokens,
             num_rows,
+            source,
         })
     }
 }

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 
 use crate::ids::BlockId;
 
+use super::budget::Scheduled;
+use super::in_flight::MAX_STEPS;
 use super::scheduler::Scheduler;
 
 impl Scheduler {
@@ -17,6 +19,7 @@ impl Scheduler {
         self.check_ref_counts()?;
         self.check_queues()?;
         self.check_tables()?;
+        self.check_steps()?;
         self.check_beams()?;
         self.check_requests()
     }
@@ -26,7 +29,7 @@ impl Scheduler {
         let mut holders: HashMap<BlockId, u32> = HashMap::new();
         let running = self.sequences.iter().map(|(_, sequence)| &sequence.table);
         let held = self.holds.iter().map(|hold| &hold.table);
-        for table in running.chain(held).flatten() {
+        for table in running.chain(held).flatten().chain(self.steps.fenced_tables()) {
             for &block in table.blocks() {
                 *holders.entry(block).or_default() += 1;
             }
@@ -34,7 +37,7 @@ impl Scheduler {
         for id in 1..=self.pool.num_blocks() {
             let block = BlockId(id);
             let num_leases = self.pool.num_leases(block);
-            if num_leases > 0 && !self.in_flight {
+            if num_leases > 0 && self.steps.is_empty() {
                 return Err(format!("block {id} has a copy lease that outlived its step"));
             }
             let held = holders.get(&block).copied().unwrap_or(0) + num_leases + self.pool.num_lent(block);
@@ -87,7 +90,7 @@ impl Scheduler {
     fn check_tables(&self) -> Result<(), String> {
         for (idx, sequence) in self.sequences.iter() {
             let Some(table) = &sequence.table else {
-                if sequence.num_computed != 0 {
+                if sequence.num_scheduled != 0 {
                     return Err(format!(
                         "{:?} has no table and claims computed tokens",
                         sequence.key
@@ -95,29 +98,53 @@ impl Scheduler {
                 }
                 continue;
             };
-            let scheduled = self
-                .scheduled
-                .iter()
-                .find(|part| part.seq == idx)
-                .map_or(0, |part| part.num_tokens);
-            let covered = self.config.blocks_for(sequence.num_computed + scheduled);
-            if table.blocks().len() != covered as usize {
+            let mut scheduled = sequence.num_computed;
+            for part in self.parts_in_flight().filter(|part| part.seq == idx) {
+                if part.num_computed != scheduled {
+                    return Err(format!(
+                        "{:?} is scheduled from {} on, with {scheduled} tokens before",
+                        sequence.key, part.num_computed
+                    ));
+                }
+                scheduled += part.num_tokens;
+            }
+            let covered = self.config.blocks_for(scheduled);
+            if table.blocks().len() != covered as usize || sequence.num_scheduled != scheduled {
                 return Err(format!(
-                    "{:?} holds {} blocks for {} computed and {scheduled} scheduled tokens",
+                    "{:?} holds {} blocks for {} computed and {scheduled} scheduled tokens, counted as {}",
                     sequence.key,
                     table.blocks().len(),
-                    sequence.num_computed
+                    sequence.num_computed,
+                    sequence.num_scheduled
                 ));
             }
         }
-        let scheduled: u32 = self.scheduled.iter().map(|part| part.num_tokens).sum();
-        if scheduled > self.config.max_num_batched_tokens {
-            return Err(format!(
-                "{scheduled} tokens are scheduled, {} may",
-                self.config.max_num_batched_tokens
-            ));
+        Ok(())
+    }
+
+    /// Steps keep to the budget, are numbered in order, and hold nobody who lives without being in flight.
+    fn check_steps(&self) -> Result<(), String> {
+        let ids: Vec<u64> = self.steps.iter().map(|step| step.id).collect();
+        if ids.len() > MAX_STEPS || !ids.is_sorted_by(|one, next| one < next) {
+            return Err(format!("the steps {ids:?} are in flight"));
+        }
+        for step in self.steps.iter() {
+            let (scheduled, most) = (step.num_tokens(), self.config.max_num_batched_tokens);
+            if scheduled == 0 || scheduled > most {
+                return Err(format!("step {} has {scheduled} tokens, {most} may", step.id));
+            }
+            let live = step.parts.iter().filter_map(|part| self.sequences.find(part.seq));
+            for sequence in live {
+                if !sequence.is_in_flight() || sequence.last_step < step.id {
+                    return Err(format!("{:?} is not in step {}", sequence.key, step.id));
+                }
+            }
         }
         Ok(())
+    }
+
+    fn parts_in_flight(&self) -> impl Iterator<Item = &Scheduled> {
+        self.steps.iter().flat_map(|step| &step.parts)
     }
 
     /// A request lists exactly its sequences.

@@ -34,12 +34,19 @@ impl Drop for CopyLease {
 }
 
 impl Scheduler {
-    /// Lends blocks to a copy of another thread, between two steps. A block may be lent several times.
+    /// Lends blocks to a copy of another thread. A block may be lent several times.
     ///
     /// # Panics
-    /// If a block is free, or if a step is in flight, which may write to it.
+    /// If a block is free, or not full and published while a step is in flight, which may write to it.
     pub fn lease_for_copy(&mut self, blocks: Vec<BlockId>) -> CopyLease {
-        assert!(!self.in_flight, "blocks were lent while a step writes");
+        let is_full = |&block: &BlockId| {
+            let tokens = self.pool.published_tokens(block);
+            tokens.is_some_and(|tokens| tokens.len() == self.config.block_size as usize)
+        };
+        assert!(
+            self.steps.is_empty() || blocks.iter().all(is_full),
+            "blocks were lent while a step writes"
+        );
         self.pool.lease_for_copy(&blocks);
         CopyLease {
             blocks,

@@ -24,12 +24,17 @@ impl Scheduler {
     pub(super) fn end_sequence(&mut self, idx: SeqIdx, reason: FinishReason, outside: bool) {
         let mut sequence = self.sequences.remove(idx);
         let request = sequence.request;
+        let was_in_flight = sequence.is_in_flight();
+        self.vacate(idx, was_in_flight);
         self.queues.remove(sequence.tenant, sequence.key);
         // A step that failed may not have made the copy that the tail begins with.
         if reason != FinishReason::Error
             && let Some(table) = sequence.table.as_mut()
         {
             table.publish_tail(&mut self.pool, &sequence.tokens, sequence.num_computed);
+        }
+        if was_in_flight {
+            self.fence(&mut sequence);
         }
         if let Some(promise) = self.requests.of(request).request.params.promise {
             self.settle_promise(promise, &mut sequence, reason);
@@ -94,7 +99,9 @@ impl Scheduler {
             idx
         };
         let sequence = self.sequences.get_mut(idx);
+        assert!(!sequence.is_in_flight(), "a sequence in flight keeps its blocks");
         let num_computed = std::mem::take(&mut sequence.num_computed);
+        sequence.num_scheduled = 0;
         sequence.num_computed_before = sequence.num_computed_before.max(num_computed);
         sequence.num_preemptions += 1;
         let mut table = sequence

@@ -12,13 +12,14 @@ use crate::ids::RequestId;
 use crate::sync::{Consumer, Producer, ring};
 
 use super::edge::Edge;
-use super::scheduler::Scheduler;
+use super::in_flight::StepInFlight;
+use super::scheduler::{Scheduler, VOID};
 use super::step::{Ended, ROW_WORDS, row_request};
 
 /// One thing that happened to a sample.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Event {
-    /// The step that brought it about.
+    /// The step that brought it about, or with whose commit it is announced.
     pub step_id: u64,
     /// Whose sample it is.
     pub request: RequestId,
@@ -99,8 +100,10 @@ impl Scheduler {
         kept.is_none_or(|event| event.step_id > step_id)
     }
 
-    /// Reports the first sequences that ended outside a commit.
+    /// Reports the first sequences that ended outside a commit: with the oldest step in flight, whose events are the
+    /// next to be taken.
     pub(super) fn report_ended(&mut self, num_ended: usize) {
+        let step_id = self.oldest_step();
         let Some(events) = &mut self.events else { return };
         for ended in self.ended.range(..num_ended) {
             let &Ended {
@@ -109,7 +112,7 @@ impl Scheduler {
                 reason,
             } = ended;
             events.push(Event {
-                step_id: self.step_id,
+                step_id,
                 request,
                 sample_index,
                 row: -1,
@@ -120,15 +123,15 @@ impl Scheduler {
         }
     }
 
-    /// Reports the rows of the step in flight with what a commit made of them.
-    pub(super) fn report_rows(&mut self, tokens: &[i32], states: &[i32]) {
+    /// Reports the rows of a step with what a commit made of them; nothing of those that were void.
+    pub(super) fn report_rows(&mut self, step: &StepInFlight, tokens: &[i32], states: &[i32]) {
         let Some(events) = &mut self.events else { return };
         events.flush();
-        let rows = (0..).zip(&self.rows).zip(tokens.iter().zip(states));
-        for ((row, words), (&token, &state)) in rows {
+        let rows = (0..).zip(&step.rows).zip(tokens.iter().zip(states));
+        for ((row, words), (&token, &state)) in rows.filter(|(_, (_, state))| **state != VOID) {
             let [_, _, sample_index, num_cached_tokens]: [i32; ROW_WORDS] = *words;
             events.push(Event {
-                step_id: self.step_id,
+                step_id: step.id,
                 request: row_request(words),
                 sample_index: sample_index.cast_unsigned(),
                 row,

@@ -291,9 +291,6 @@ impl Scheduler {
 
     /// Hears what other threads said before the command at hand, such as where the answer of a session ends.
     fn take_news(&mut self) {
-        if self.in_flight {
-            return;
-        }
         let num_changes = self.queues.num_changes();
         self.drain();
         if self.queues.num_changes() != num_changes {

@@ -65,6 +65,8 @@ impl Scheduler {
             prompt_len: u32::try_from(tokens.len()).expect("submit bounds the prompt"),
             tokens,
             num_computed: 0,
+            num_scheduled: 0,
+            row: 0,
             table: None,
             pending_forks: request.params.n - 1,
             is_beam: false,
@@ -118,11 +120,17 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(idx);
         let num_beyond = sequence.num_generated().saturating_sub(finish.num_tokens);
         let num_kept = sequence.num_tokens() - num_beyond;
-        if let Some(table) = sequence.table.as_mut() {
-            table.truncate(&mut self.pool, num_kept);
-        }
+        let num_in_flight = sequence.num_scheduled - sequence.num_computed;
+        let dropped = sequence
+            .table
+            .as_mut()
+            .map(|table| table.cut(&mut self.pool, num_kept));
         sequence.tokens.truncate(num_kept as usize);
         sequence.num_computed = sequence.num_computed.min(num_kept);
+        sequence.num_scheduled = sequence.num_computed + num_in_flight;
+        if let Some(dropped) = dropped {
+            self.drop_blocks(idx, dropped);
+        }
         self.stats.discarded_tokens += u64::from(num_beyond);
         self.end_sequence(idx, FinishReason::Stop, true);
     }

@@ -95,8 +95,9 @@ impl Scheduler {
         self.stats.blocks_total = self.pool.num_blocks().into();
         self.stats.blocks_free = self.pool.num_free().into();
         self.stats.blocks_idle = self.pool.num_idle().into();
-        self.stats.blocks_owned = self.pool.num_owned().into();
-        self.stats.blocks_fenced = self.pool.num_fenced().into();
+        let num_of_fences = self.num_blocks_of_fences();
+        self.stats.blocks_owned = (self.pool.num_owned() - num_of_fences).into();
+        self.stats.blocks_fenced = (self.pool.num_fenced() + num_of_fences).into();
         self.stats.blocks_pinned = self.holds.blocks().len().into();
         self.stats.blocks_promised = self.holds.num_promised().into();
         self.stats.blocks_pin_budget = self.holds.budget().into();
@@ -108,7 +109,7 @@ impl Scheduler {
     /// Counts the token slots of running sequences' blocks that hold no token. A tail that several samples share counts
     /// once.
     ///
-    /// What the step in flight computes has its slots already, so a commit changes nothing unless a sequence ends or
+    /// What the steps in flight compute has its slots already, so a commit changes nothing unless a sequence ends or
     /// is forked.
     pub(super) fn count_wasted_slots(&mut self) {
         // Only samples of one request share a block that is not full.
@@ -127,9 +128,8 @@ impl Scheduler {
                 }
                 shared_tails.push(tail);
             }
-            wasted += u64::from(table.len() * self.config.block_size - sequence.num_computed);
+            wasted += u64::from(table.len() * self.config.block_size - sequence.num_scheduled);
         }
-        let num_scheduled: u32 = self.scheduled.iter().map(|part| part.num_tokens).sum();
-        self.stats.wasted_slots = wasted - u64::from(num_scheduled);
+        self.stats.wasted_slots = wasted;
     }
 }

@@ -17,14 +17,19 @@ use super::events::EventQueue;
 use super::explain::Explanations;
 use super::fairness::Tenants;
 use super::hold::Holds;
+use super::in_flight::{MAX_STEPS, StepInFlight, StepsInFlight};
 use super::live::LiveRequests;
 use super::observe::TenantCounts;
-use super::policy;
 use super::queues::Queues;
 use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::slab::{SeqIdx, Slab};
-use super::step::{self, Ended, Part, ROW_WORDS, StepHeader, Writer};
+use super::step::{self, Ended, Part, StepHeader, Writer};
+
+/// The state that a commit gives to a row whose sequence had ended before: nothing was sampled for anybody.
+pub const VOID: i32 = -1;
+/// Stands in the arena for a token that a step in flight samples.
+const UNKNOWN: [u32; 1] = [0];
 
 /// The owner of all cache state. Plain `&mut`: one thread drives it.
 pub struct Scheduler {
@@ -44,16 +49,18 @@ pub struct Scheduler {
     pub(super) holds: Holds,
     /// Counts the weights that have computed here; see [`crate::block::Namespace`].
     pub(super) model_epoch: u64,
-    /// The step being built, or in flight.
-    pub(super) scheduled: Vec<Scheduled>,
+    /// Steps that were given out and not committed yet.
+    pub(super) steps: StepsInFlight,
+    /// The step being built, empty between two calls.
+    pub(super) building: StepInFlight,
+    /// Sequences that sit out the step being built; see `room`.
+    pub(super) held_out: Vec<SeqIdx>,
     pub(super) copies: Vec<(BlockId, BlockId)>,
     pub(super) ended: VecDeque<Ended>,
-    /// The section `rows` of the step in flight.
-    pub(super) rows: Vec<[i32; ROW_WORDS]>,
     /// Where events go, if anybody reads them.
     pub(super) events: Option<EventQueue>,
+    /// The number given last.
     pub(super) step_id: u64,
-    pub(super) in_flight: bool,
     pub(super) stats: Stats,
     /// Kept to be filled again by the next lookup.
     pub(super) hit: PrefixHit,
@@ -107,13 +114,13 @@ impl Scheduler {
             explanations: Explanations::new(),
             holds,
             model_epoch: 0,
-            scheduled: Vec::new(),
+            steps: StepsInFlight::default(),
+            building: StepInFlight::default(),
+            held_out: Vec::new(),
             copies: Vec::new(),
             ended: VecDeque::new(),
-            rows: Vec::new(),
             events: None,
             step_id: 0,
-            in_flight: false,
             stats: Stats::default(),
             hit: PrefixHit::default(),
             num_arrived: 0,
@@ -143,15 +150,18 @@ impl Scheduler {
         step::arena_len(&self.config)
     }
 
-    /// Decides the next step and writes it into `arena`. None: nothing runs and nothing ended.
+    /// Decides the next step and writes it into `arena`.
+    ///
+    /// It may be called while one step is in flight: the next one goes on from what that one is going to compute, and
+    /// takes from it the tokens that it samples, as the arena's section `token_source` says. Then None says only that
+    /// nothing can be computed before that step is committed. While none is in flight, None says that nothing runs and
+    /// nothing ended.
     ///
     /// # Errors
-    /// `InFlight` before the last step was committed, `ArenaTooSmall`.
+    /// `InFlight` while two steps are neither committed nor failed, `ArenaTooSmall`.
     pub fn schedule(&mut self, arena: &mut [i32]) -> Result<Option<StepHeader>, StepError> {
-        if self.in_flight {
-            return Err(StepError::InFlight {
-                step_id: self.step_id,
-            });
+        if let Some(oldest) = self.steps.oldest().filter(|_| self.steps.len() == MAX_STEPS) {
+            return Err(StepError::InFlight { step_id: oldest.id });
         }
         let needed = self.arena_len();
         if arena.len() < needed {
@@ -164,8 +174,11 @@ impl Scheduler {
         if let Some(events) = &mut self.events {
             events.flush();
         }
-        self.scheduled.clear();
         self.copies.clear();
+        self.held_out.clear();
+        if !self.steps.is_empty() {
+            self.pool.begin_step();
+        }
         self.resume_beams();
         self.step_id += 1;
         let mut budget = Budget {
@@ -177,25 +190,22 @@ impl Scheduler {
         if (num_decodes as usize) < self.queues.num_running() {
             self.schedule_running(&mut budget, false);
         }
-        if self.stats.preemptions == preemptions {
+        if self.stats.preemptions == preemptions && self.held_out.is_empty() {
             self.admit_waiting(&mut budget);
         }
         let header = self.write(arena, num_decodes);
-        self.in_flight = header.num_tokens > 0;
-        let is_step = self.in_flight || header.num_ended > 0;
+        let is_step = self.give_out(&header) || header.num_ended > 0;
         if !is_step {
             self.step_id -= 1;
-        }
-        if !self.in_flight {
-            self.pool.end_step();
         }
         self.count_wasted_slots();
         self.publish_stats();
         Ok(is_step.then_some(header))
     }
 
-    /// Takes the sampled token of every row, or where that belongs to a beam its candidates; `states` gets 0 or the finish
-    /// reason of each. All rows of a search get the same one: [`Self::take_beams`] has the answers of those that ended.
+    /// Takes the sampled token of every row of the oldest step in flight, or where that belongs to a beam its candidates;
+    /// `states` gets 0 or the finish reason of each, or [`VOID`]. All rows of a search get the same one:
+    /// [`Self::take_beams`] has the answers of those that ended.
     ///
     /// # Errors
     /// `NotInFlight`, `RowCount`, `CandidateCount`. Nothing has changed then.
@@ -206,64 +216,52 @@ impl Scheduler {
         candidates: &BeamRows<'_>,
         states: &mut Vec<i32>,
     ) -> Result<(), StepError> {
-        self.expect_in_flight(step_id)?;
-        let rows = self.scheduled.iter().map(|part| part.num_rows as usize).sum();
+        let oldest = self.steps.oldest().filter(|oldest| oldest.id == step_id);
+        let oldest = oldest.ok_or(StepError::NotInFlight { step_id })?;
+        let rows = oldest.rows.len();
         if tokens.len() != rows {
             return Err(StepError::RowCount {
                 given: tokens.len(),
                 rows,
             });
         }
-        self.check_candidates(candidates)?;
+        Self::check_candidates(&oldest.beams, candidates)?;
+        let step = self.steps.pop().expect("it was just looked at");
         states.clear();
-        let mut rows_of_beams = Vec::new();
         states.reserve(rows);
         let num_changes = self.queues.num_changes();
-        let scheduled = std::mem::take(&mut self.scheduled);
-        let mut left = tokens;
-        for part in &scheduled {
-            self.stats.scheduled_tokens += u64::from(part.num_tokens);
-            self.advance(*part);
-            let (sampled, rest) = left.split_at(part.num_rows as usize);
-            left = rest;
-            match *sampled {
-                [] => {}
-                [_] if self.beam_candidates(part).is_some() => {
-                    rows_of_beams.push((part.seq, states.len()));
-                    states.push(0);
-                }
-                [token] => self.append(part.seq, token, states),
-                _ => self.append_forks(part.seq, sampled, states),
-            }
-        }
-        self.commit_beams(&rows_of_beams, candidates, states);
-        self.scheduled = scheduled;
-        self.report_rows(tokens, states);
-        self.end_step();
+        self.take_rows(&step, tokens, candidates, states);
+        self.report_rows(&step, tokens, states);
+        let has_beams = !step.beams.is_empty();
+        self.end_step(step);
         self.stats.steps += 1;
-        self.stats.generation_tokens += rows as u64;
-        if self.queues.num_changes() != num_changes || !rows_of_beams.is_empty() {
+        let num_void = states.iter().filter(|&&state| state == VOID).count();
+        self.stats.void_rows += num_void as u64;
+        self.stats.generation_tokens += (rows - num_void) as u64;
+        if self.queues.num_changes() != num_changes || has_beams {
             self.count_wasted_slots();
         }
         self.publish_stats();
         Ok(())
     }
 
-    /// Ends every request that the step in flight was computing; the next `schedule` reports them.
+    /// Ends every request that the oldest step in flight was computing; the next `schedule` reports them. What a later
+    /// step computes of them is void.
     ///
     /// # Errors
     /// `NotInFlight`.
     pub fn fail_step(&mut self) -> Result<(), StepError> {
-        self.expect_in_flight(self.step_id)?;
-        let failed: Vec<RequestId> = self
-            .scheduled
-            .iter()
-            .map(|part| self.sequences.get(part.seq).request)
+        let step = self.steps.pop().ok_or(StepError::NotInFlight {
+            step_id: self.step_id,
+        })?;
+        let failed: Vec<RequestId> = (step.parts.iter())
+            .filter_map(|part| self.sequences.find(part.seq))
+            .map(|sequence| sequence.request)
             .collect();
         for request in failed {
             self.end_request(request, FinishReason::Error);
         }
-        self.end_step();
+        self.end_step(step);
         self.count_wasted_slots();
         self.publish_stats();
         Ok(())
@@ -272,20 +270,6 @@ impl Scheduler {
     /// Whether any request is waiting or running.
     pub fn has_work(&self) -> bool {
         self.sequences.len() > 0 || !self.ended.is_empty()
-    }
-
-    const fn expect_in_flight(&self, step_id: u64) -> Result<(), StepError> {
-        if self.in_flight && step_id == self.step_id {
-            Ok(())
-        } else {
-            Err(StepError::NotInFlight { step_id })
-        }
-    }
-
-    fn end_step(&mut self) {
-        self.scheduled.clear();
-        self.pool.end_step();
-        self.in_flight = false;
     }
 
     // Building a step.
@@ -298,7 +282,7 @@ impl Scheduler {
         while let Some(idx) = self.queues.running_at(at).filter(|_| budget.tokens > 0) {
             at += 1;
             let sequence = self.sequences.get(idx);
-            if sequence.last_step == self.step_id {
+            if sequence.last_step == self.step_id || self.is_held_out(idx) {
                 continue;
             }
             if decodes && sequence.leads_beams() {
@@ -308,7 +292,7 @@ impl Scheduler {
             if sequence.decodes() != decodes {
                 continue;
             }
-            let Some(part) = budget.part_of(idx, sequence, sequence.num_computed) else {
+            let Some(part) = budget.part_of(idx, sequence) else {
                 continue;
             };
             if self.make_room(idx, part.num_tokens) {
@@ -319,56 +303,31 @@ impl Scheduler {
         num_scheduled
     }
 
-    /// Gets the blocks for the next `num_tokens` tokens of a running sequence, at the cost of newer ones if need be.
-    fn make_room(&mut self, idx: SeqIdx, num_tokens: u32) -> bool {
-        while !self.reserve(idx, num_tokens) {
-            let Some(victim) = self.victim(idx) else {
-                return false;
-            };
-            self.preempt(victim);
-        }
-        true
-    }
-
-    /// Makes the slots of the next `num_tokens` tokens of a running sequence writable, or leaves everything as it was.
-    pub(super) fn reserve(&mut self, idx: SeqIdx, num_tokens: u32) -> bool {
-        let sequence = self.sequences.get_mut(idx);
-        let (from, to) = (sequence.num_computed, sequence.num_computed + num_tokens);
-        let table = sequence
-            .table
-            .as_mut()
-            .expect("a running sequence has a block table");
-        table.reserve(&mut self.pool, from, to, &mut self.copies).is_ok()
-    }
-
-    /// A running sequence behind `idx` that is not part of this step, chosen by `policy`.
-    ///
-    /// Without one, `idx` keeps its blocks and sits the step out. The first sequence is never a victim, and it can
-    /// take every block that no sequence of this step holds, so something always gets on.
-    pub(super) fn victim(&self, idx: SeqIdx) -> Option<SeqIdx> {
-        let Sequence { key, request, .. } = *self.sequences.get(idx);
-        // Taking a beam takes its group.
-        let spare = |&other: &SeqIdx| {
-            let other = self.sequences.get(other);
-            other.last_step != self.step_id
-                && !(other.is_beam && (other.request == request || self.has_beam_in_step(other.request)))
-        };
-        self.queues.running_after(key).filter(spare).max_by_key(|&other| {
-            let sequence = self.sequences.get(other);
-            policy::victim_rank(sequence.key, sequence.num_preemptions)
-        })
-    }
-
     pub(super) fn push_part(&mut self, part: Scheduled, budget: &mut Budget) {
+        let row = self.config.max_rows() - budget.rows;
         budget.tokens -= part.num_tokens;
         budget.rows -= part.num_rows;
         let sequence = self.sequences.get_mut(part.seq);
         sequence.last_step = self.step_id;
+        sequence.num_scheduled = part.num_computed + part.num_tokens;
+        sequence.row = row;
         if sequence.is_beam {
             let request = sequence.request;
             self.note_beam_step(request);
         }
-        self.scheduled.push(part);
+        self.building.parts.push(part);
+    }
+
+    /// Puts the step that was built in flight, if it computes anything.
+    fn give_out(&mut self, header: &StepHeader) -> bool {
+        if header.num_tokens == 0 {
+            self.pool.cancel_step();
+            return false;
+        }
+        let mut step = std::mem::take(&mut self.building);
+        step.id = header.step_id;
+        self.building = self.steps.push(step);
+        true
     }
 
     fn write(&mut self, arena: &mut [i32], num_decodes: u32) -> StepHeader {
@@ -378,27 +337,31 @@ impl Scheduler {
         let beam_rows = self.beam_rows();
         let header = StepHeader {
             step_id: self.step_id,
-            num_tokens: self.scheduled.iter().map(|part| part.num_tokens).sum(),
-            num_sequences: count(self.scheduled.len()),
+            num_tokens: self.building.num_tokens(),
+            num_sequences: count(self.building.parts.len()),
             num_decodes,
-            num_rows: self.scheduled.iter().map(|part| part.num_rows).sum(),
+            num_rows: self.building.parts.iter().map(|part| part.num_rows).sum(),
             num_copies: count(self.copies.len()),
             num_ended: count(num_ended),
             num_beam_rows: count(beam_rows.len()),
         };
-        let num_table_blocks = self
-            .scheduled
-            .iter()
+        let num_table_blocks = (self.building.parts.iter())
             .map(|part| self.config.blocks_for(part.num_computed + part.num_tokens) as usize)
             .sum();
         let mut writer = Writer::new(arena, &header, num_table_blocks, block_size);
-        let (decodes, others) = self.scheduled.split_at(num_decodes as usize);
+        let (decodes, others) = self.building.parts.split_at(num_decodes as usize);
         let sequences = &self.sequences;
         let describe = |part: &Scheduled| {
             let sequence = sequences.get(part.seq);
             let start = part.num_computed;
+            let is_known = part.source < 0;
             Part {
-                tokens: &sequence.tokens[start as usize..(start + part.num_tokens) as usize],
+                tokens: if is_known {
+                    &sequence.tokens[start as usize..(start + part.num_tokens) as usize]
+                } else {
+                    &UNKNOWN
+                },
+                source: part.source,
                 start,
                 table: sequence.table(),
                 sample_index: sequence.key.sample_index,
@@ -412,13 +375,46 @@ impl Scheduler {
         }
         self.report_ended(num_ended);
         let rows = writer.finish(&self.copies, self.ended.drain(..num_ended), &beam_rows);
-        self.rows.clear();
-        self.rows.extend_from_slice(rows);
+        self.building.rows.extend_from_slice(rows);
+        self.building.beams = beam_rows;
         self.stats.copies += self.copies.len() as u64;
         header
     }
 
     // Taking a step's result.
+
+    /// Takes what every part of a step computed and sampled.
+    fn take_rows(
+        &mut self,
+        step: &StepInFlight,
+        tokens: &[i32],
+        candidates: &BeamRows<'_>,
+        states: &mut Vec<i32>,
+    ) {
+        let mut rows_of_beams = Vec::new();
+        let mut beams = step.beams.iter().map(|&(row, _)| row as usize).peekable();
+        let mut left = tokens;
+        for part in &step.parts {
+            self.stats.scheduled_tokens += u64::from(part.num_tokens);
+            let (sampled, rest) = left.split_at(part.num_rows as usize);
+            left = rest;
+            let is_live = self.sequences.find(part.seq).is_some();
+            if is_live {
+                self.advance(*part);
+            }
+            match *sampled {
+                [] => {}
+                [_] if beams.next_if_eq(&states.len()).is_some() => {
+                    rows_of_beams.push((is_live.then_some(part.seq), states.len()));
+                    states.push(if is_live { 0 } else { VOID });
+                }
+                _ if !is_live => states.extend(sampled.iter().map(|_| VOID)),
+                [token] => self.append(part.seq, token, states),
+                _ => self.append_forks(part.seq, sampled, states),
+            }
+        }
+        self.commit_beams(&rows_of_beams, candidates, states);
+    }
 
     /// Counts the computed tokens and publishes the blocks that became full.
     fn advance(&mut self, part: Scheduled) {
@@ -435,6 +431,10 @@ impl Scheduler {
         self.stats.prompt_tokens += u64::from(num_new_prompt);
         self.tenants
             .charge(sequence.tenant, num_new_prompt, part.num_rows);
+        if sequence.is_in_flight() {
+            self.keep_full_blocks(part.seq);
+        }
+        let sequence = self.sequences.get_mut(part.seq);
         let table = sequence
             .table
             .as_mut()

@@ -13,6 +13,8 @@ use super::step::RowWords;
 pub(super) struct EndRule {
     pub(super) max_tokens: u32,
     pub(super) ignore_eos: bool,
+    /// Whether beams are searched for: what is sampled is not what comes next.
+    pub(super) is_search: bool,
     /// Whether the request names stop tokens of its own; they stay with it.
     pub(super) has_stop_tokens: bool,
 }
@@ -22,6 +24,7 @@ impl EndRule {
         Self {
             max_tokens: params.max_tokens,
             ignore_eos: params.ignore_eos,
+            is_search: params.beam.is_some(),
             has_stop_tokens: !params.stop_token_ids.is_empty(),
         }
     }
@@ -41,6 +44,10 @@ pub(super) struct Sequence {
     pub(super) prompt_len: u32,
     /// Leading tokens whose keys and values are in the cache.
     pub(super) num_computed: u32,
+    /// Those and the tokens that steps in flight compute. Beyond `tokens` if one of these samples what another computes.
+    pub(super) num_scheduled: u32,
+    /// Its row in the last step that sampled it.
+    pub(super) row: u32,
     /// None while the sequence waits: it holds no block then.
     pub(super) table: Option<BlockTable>,
     /// Samples that will be forked off when the prompt is computed.
@@ -80,6 +87,32 @@ impl Sequence {
         self.num_tokens() - u32::from(self.is_beam)
     }
 
+    /// Whether a step in flight computes tokens of it.
+    pub(super) const fn is_in_flight(&self) -> bool {
+        self.num_scheduled > self.num_computed
+    }
+
+    /// Whether a step in flight samples its next token.
+    pub(super) fn awaits_token(&self) -> bool {
+        self.num_scheduled >= self.num_tokens()
+    }
+
+    /// Whether it ends, by its length at the latest, with the token that a step in flight samples.
+    pub(super) fn ends_in_flight(&self) -> bool {
+        self.awaits_token() && self.num_generated() + 1 >= self.end_rule.max_tokens
+    }
+
+    /// Tokens that the step being built may compute beyond those that are scheduled. One that is still being sampled is
+    /// one of them if it goes on from there, unless an end token or somebody outside ends it.
+    pub(super) fn num_schedulable(&self) -> u32 {
+        if self.awaits_token() {
+            let goes_on = self.pending_forks == 0 && !self.end_rule.is_search && !self.ends_in_flight();
+            u32::from(goes_on)
+        } else {
+            self.num_alone() - self.num_scheduled
+        }
+    }
+
     pub(super) fn num_generated(&self) -> u32 {
         self.num_tokens() - self.prompt_len
     }
@@ -90,7 +123,7 @@ impl Sequence {
 
     /// Whether its next step computes one token and samples one.
     pub(super) fn decodes(&self) -> bool {
-        self.num_remaining() == 1 && self.pending_forks == 0 && !self.is_beam
+        self.num_scheduled + 1 >= self.num_tokens() && self.pending_forks == 0 && !self.is_beam
     }
 
     /// Whether it is the first of several beams.
@@ -123,6 +156,8 @@ impl Sequence {
             tokens,
             prompt_len: self.prompt_len,
             num_computed,
+            num_scheduled: num_computed,
+            row: 0,
             table,
             pending_forks: 0,
             is_beam: false,

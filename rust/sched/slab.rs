@@ -5,11 +5,12 @@
 #[repr(transparent)]
 pub(super) struct SeqIdx(pub(super) u32);
 
-/// Values at stable indices; a freed index is used again first.
+/// Values at stable indices; a vacated index is used again first.
 #[derive(Debug)]
 pub(super) struct Slab<T> {
     entries: Vec<Option<T>>,
     vacant: Vec<u32>,
+    num_live: usize,
 }
 
 impl<T> Slab<T> {
@@ -17,10 +18,12 @@ impl<T> Slab<T> {
         Self {
             entries: Vec::new(),
             vacant: Vec::new(),
+            num_live: 0,
         }
     }
 
     pub(super) fn insert(&mut self, value: T) -> SeqIdx {
+        self.num_live += 1;
         if let Some(idx) = self.vacant.pop() {
             self.entries[idx as usize] = Some(value);
             return SeqIdx(idx);
@@ -30,12 +33,24 @@ impl<T> Slab<T> {
         SeqIdx(idx)
     }
 
+    /// Takes a value out. Its index names nobody until it is vacated.
     pub(super) fn remove(&mut self, idx: SeqIdx) -> T {
-        let value = self.entries[idx.0 as usize]
+        self.num_live -= 1;
+        self.entries[idx.0 as usize]
             .take()
-            .expect("the index names a live sequence");
+            .expect("the index names a live sequence")
+    }
+
+    /// Lets the index of a value that was taken out be used again.
+    pub(super) fn vacate(&mut self, idx: SeqIdx) {
+        debug_assert!(self.find(idx).is_none(), "the index is in use");
         self.vacant.push(idx.0);
-        value
+    }
+
+    /// None where the value was taken out.
+    #[inline]
+    pub(super) fn find(&self, idx: SeqIdx) -> Option<&T> {
+        self.entries[idx.0 as usize].as_ref()
     }
 
     #[inline]
@@ -53,7 +68,7 @@ impl<T> Slab<T> {
     }
 
     pub(super) fn len(&self) -> usize {
-        self.entries.len() - self.vacant.len()
+        self.num_live
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (SeqIdx, &T)> {

@@ -149,8 +149,10 @@ impl RowWords {
 
 /// A sequence's part of a step.
 pub(super) struct Part<'a> {
-    /// The tokens that are scheduled.
+    /// The tokens that are scheduled; anything where `source` says where the only one comes from.
     pub(super) tokens: &'a [u32],
+    /// The row of the step in flight that samples the token, or -1.
+    pub(super) source: i32,
     /// Position of the first of them.
     pub(super) start: u32,
     pub(super) table: &'a BlockTable,
@@ -310,7 +312,6 @@ impl<'a> Writer<'a> {
             num_rows: 0,
             shift: block_size.trailing_zeros(),
         };
-        writer.token_source.fill(-1);
         (writer.query_start[0], writer.table_start[0]) = (0, 0);
         writer
     }
@@ -326,6 +327,7 @@ impl<'a> Writer<'a> {
         }
         // Zipped, all columns share one check of the bounds.
         let columns = (self.token_ids[..num].iter_mut())
+            .zip(&mut self.token_source[..num])
             .zip(&mut self.positions[..num])
             .zip(&mut self.slot_mapping[..num])
             .zip(&mut self.seq_lens[..num])
@@ -333,9 +335,10 @@ impl<'a> Writer<'a> {
             .zip(&mut self.sampling[..num])
             .zip(&mut self.rows[..num]);
         let mut num_blocks = 0;
-        for (part, ((((((token, position), slot), seq_len), table_end), sampling), row)) in parts.zip(columns)
-        {
+        for (part, columns) in parts.zip(columns) {
+            let (((((((token, source), position), slot), seq_len), table_end), sampling), row) = columns;
             *token = part.tokens[0].cast_signed();
+            *source = part.source;
             *position = part.start.cast_signed();
             *slot = part.table.slot(part.start);
             let end = part.start + 1;
@@ -359,6 +362,7 @@ impl<'a> Writer<'a> {
         for (out, &token) in self.token_ids[tokens.clone()].iter_mut().zip(part.tokens) {
             *out = token.cast_signed();
         }
+        self.token_source[tokens.clone()].fill(part.source);
         for (out, position) in self.positions[tokens.clone()].iter_mut().zip(part.start..) {
             *out = position.cast_signed();
         }

@@ -44,6 +44,8 @@ stats! {
     generation_tokens,
     /// Of those, tokens beyond a stop string that was found outside.
     discarded_tokens,
+    /// Rows sampled for nothing, in a step that was built before the one that ended their sequences was committed.
+    void_rows,
     /// Prompt tokens looked up in the prefix index, at first admission only.
     prefix_queries,
     /// Of those, tokens found.

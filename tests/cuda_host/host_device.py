@@ -8,11 +8,17 @@ import ctypes
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 import ptx_to_cpp
+from host_graph import HostGraph
 from pagedkv.ops import nvrtc
 from pagedkv.ops.cuda_kernels import Kernel, ParamLayout
 
@@ -54,9 +60,15 @@ class HostKernel:
     max_shared_bytes: int
     counters: dict[str, int]
     seed: int
+    graphs: list[HostGraph]  # The one that is being captured, if any.
 
     def launch(self, grid: tuple[int, int], num_threads: int, shared_bytes: int, params: bytearray) -> None:
-        """Runs a grid to its end. Raises LaunchError."""
+        """Runs a grid to its end, and adds it to a graph that is being captured. Raises LaunchError."""
+        for graph in self.graphs:
+            graph.record(partial(self._run, grid, num_threads, shared_bytes, bytearray(params)))
+        self._run(grid, num_threads, shared_bytes, params)
+
+    def _run(self, grid: tuple[int, int], num_threads: int, shared_bytes: int, params: bytearray) -> None:
         assert len(params) == self.num_param_bytes, (
             "the packed parameters have another size than the kernel's"
         )
@@ -82,15 +94,41 @@ class HostKernel:
             raise LaunchError(error.value.decode())
 
 
+@dataclass
+class HostEvent:
+    """The end of a copy, which is as late as it can be: nothing may be relied upon before the host waits.
+
+    Attributes:
+        source: what is copied, and must not change before.
+        value: what it was.
+        target: where it goes to only now, if that is the host.
+    """
+
+    source: Tensor
+    value: Tensor
+    target: Tensor | None = None
+    num_waits: int = field(default=0)
+
+    def wait(self) -> None:
+        """See `pagedkv.ops.device.Event.wait`."""
+        self.num_waits += 1
+        if self.target is None:
+            assert torch.equal(self.source, self.value), "pinned memory was written while it was being copied"
+        else:
+            self.target.copy_(self.value)
+
+
 class HostDevice:
     """Builds kernels from PTX for one architecture, and holds those that were loaded.
 
     Attributes:
         capacity: thread blocks that run at once, as the planner is told.
+        memory_bytes: free and all bytes, as if the CPU's memory were a GPU's.
         sanitize: whether kernels are built with the address sanitizer, which must have been loaded first.
     """
 
     sanitize = False
+    torch_device = torch.device("cpu")
 
     def __init__(
         self,
@@ -104,6 +142,12 @@ class HostDevice:
         self.sources = dict(sources if sources is not None else checkout_sources())
         self.seed = seed
         self.capacity = capacity
+        self.memory_bytes = (1 << 30, 1 << 30)
+        self.num_uploads = 0
+        self.num_captures = 0
+        self._num_active = 0
+        self._graphs: list[HostGraph] = []
+        self._shared: list[Tensor] = []
         self._flags = (*CXX_FLAGS, *(SANITIZE if self.sanitize else ()))
         self._loaded: dict[Kernel, HostKernel] = {}
 
@@ -118,6 +162,7 @@ class HostDevice:
                 max_shared_bytes=MAX_SHARED_BYTES[self.arch],
                 counters={},
                 seed=self.seed,
+                graphs=self._graphs,
             )
         return self._loaded[kernel]
 
@@ -125,6 +170,56 @@ class HostDevice:
         """Loads several kernels."""
         for kernel in kernels:
             self.load(kernel)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """See `pagedkv.ops.device.Device.active`. Copies and captures are refused elsewhere."""
+        self._num_active += 1
+        yield
+        self._num_active -= 1
+
+    def pinned(self, num_words: int) -> Tensor:
+        """See `pagedkv.ops.device.Device.pinned`."""
+        return torch.full((num_words,), -(1 << 30), dtype=torch.int32)
+
+    def upload(self, source: Tensor, target: Tensor) -> HostEvent:
+        """See `pagedkv.ops.device.Device.upload`. Target is another memory than the source, as on a GPU."""
+        assert self._num_active, "another device may be the current one"
+        assert source.data_ptr() != target.data_ptr()
+        self.num_uploads += 1
+        target.copy_(source)
+        return HostEvent(source, source.clone())
+
+    def download(self, source: Tensor) -> tuple[Tensor, HostEvent]:
+        """See `pagedkv.ops.device.Device.download`."""
+        assert self._num_active, "another device may be the current one"
+        target = torch.full_like(source, -7)
+        return target, HostEvent(source, source.clone(), target)
+
+    def capture(self, work: Callable[[], None]) -> HostGraph:
+        """See `pagedkv.ops.device.Device.capture`."""
+        assert self._num_active, "another device may be the current one"
+        self.num_captures += 1
+        graph = HostGraph(self._shared)
+        self._graphs.append(graph)
+        try:
+            with graph:
+                work()
+        finally:
+            self._graphs.remove(graph)
+        return graph
+
+    def memory(self) -> tuple[int, int]:
+        """See `pagedkv.ops.device.Device.memory`."""
+        return self.memory_bytes
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """See `pagedkv.ops.device.Device.peak_bytes`. The CPU does not tell."""
+        work()
+        return 0
+
+    def probe(self) -> None:
+        """See `pagedkv.ops.device.Device.probe`."""
 
     def counters(self, name: str) -> dict[str, int]:
         """The counters of all variants of a kernel, summed."""

@@ -1,13 +1,14 @@
 """Attention: the compiled kernels, the planner's work lists and the packed parameters against float64."""
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 import torch
 
 from host_device import HostDevice
 from paged_steps import exact_attention, make_step, relative_error, swizzle
 from pagedkv.ops.cuda import CudaOps
+from pagedkv.ops.cuda_attention import WORK_LIST, plan_batch
+from pagedkv.ops.cuda_work_list import WorkListLayout
 
 # Weights are rounded to 16 bits before they meet the values, and so are results.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -117,10 +118,12 @@ def test_padding_of_the_work_list_does_nothing():
     step = make_step([(1, 20)])
     ops = CudaOps(HostDevice())
     expected = ops.paged_attention(step.q, step.key_cache, step.value_cache, step.batch, step.scale)
-    placed = step.batch.prepared[ops.name]
-    padded = torch.cat((placed.items, torch.zeros((3, 8), dtype=torch.int32)))
-    plan = replace(placed.plan, items=padded.numpy())
-    step.batch.prepared[ops.name] = replace(placed, plan=plan, items=padded)
+    plan = plan_batch(step.batch, ops.attention.options((8, 64), step.key_cache))
+    layout = WorkListLayout(3, len(plan.items) + 4, 20, 40)
+    words = np.full(layout.num_words, -5, dtype=np.int32)
+    layout.pack(plan, words)
+    placed = torch.from_numpy(words)
+    step.batch.prepared[WORK_LIST] = layout.view(placed, torch.from_numpy(plan.part_rows))
     given = ops.paged_attention(step.q, step.key_cache, step.value_cache, step.batch, step.scale)
     assert torch.equal(given, expected)
 

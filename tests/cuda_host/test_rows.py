@@ -100,7 +100,7 @@ def test_rope_cache(ops, dtype, fp8, head_dim):
     stored, scales = (FP8, (0.5, 0.25)) if fp8 else (dtype, (1.0, 1.0))
     caches = [torch.full((5, num_kv_heads, block_size, head_dim), float("nan")).to(stored) for _ in range(2)]
     before = [cache.clone() for cache in caches]
-    one_scale = ops if fp8 else CudaOps(ops._device)
+    one_scale = ops if fp8 else CudaOps(ops.device)
 
     rotated = one_scale.rope_cache(q, k, v, angles.cos(), angles.sin(), positions, *caches, slots)
 
@@ -125,7 +125,7 @@ def test_fp8_is_torchs_in_hardware_and_in_software(ops):
     saturated = values.float().clamp(-448, 448).to(FP8)
     num_tokens = len(values)
     caches = [torch.zeros((num_tokens, 1, 8, 64), dtype=FP8) for _ in range(2)]
-    plain = CudaOps(ops._device)
+    plain = CudaOps(ops.device)
     zeros = torch.zeros(1, 64)
     indices = torch.arange(num_tokens, dtype=torch.int32)
     plain.rope_cache(values, values, values, zeros + 1, zeros, indices * 0, *caches, indices * 8)

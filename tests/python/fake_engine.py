@@ -26,10 +26,10 @@ from pagedkv.text import ChatTemplateError, Tokenizer
 EOS = 256
 VOCAB_SIZE = 5000
 STAT_NAMES = """
-    steps scheduled_tokens prompt_tokens generation_tokens discarded_tokens prefix_queries prefix_hits
-    recomputed_tokens preemptions evictions copies finished_stop finished_length finished_abort finished_error
-    num_running num_waiting blocks_total blocks_free blocks_idle blocks_owned blocks_fenced wasted_slots
-    blocks_pinned blocks_promised blocks_pin_budget num_pins num_sessions
+    steps scheduled_tokens prompt_tokens generation_tokens discarded_tokens void_rows prefix_queries
+    prefix_hits recomputed_tokens preemptions evictions copies finished_stop finished_length finished_abort
+    finished_error num_running num_waiting blocks_total blocks_free blocks_idle blocks_owned blocks_fenced
+    wasted_slots blocks_pinned blocks_promised blocks_pin_budget num_pins num_sessions
 """
 ANSWER = "Grüße \U0001f9ea {index} of {prompt}. "
 

@@ -120,7 +120,7 @@ async def test_a_failed_step_frees_the_session(llm: AsyncLLM, monkeypatch: pytes
     first, task = await begun(llm)
     runner = llm._thread._engine.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "run", lambda *_: (_ for _ in ()).throw(ValueError("broken")))
+        patch.setattr(runner, "launch", lambda *_: (_ for _ in ()).throw(ValueError("broken")))
         with pytest.raises(RequestFailed, match="broken"):
             await task
     await assert_free(llm, first)

@@ -41,7 +41,6 @@ def test_the_golden_step_is_read_as_the_core_wrote_it() -> None:
     assert sampling.num_logprobs.tolist() == [-1, 3, 3]
     assert not sampling.all_greedy
     assert sampling.any_filter
-    assert sampling.max_num_logprobs == 3
 
 
 @pytest.mark.parametrize("arena", [golden(), golden().numpy()], ids=["torch", "numpy"])
@@ -102,4 +101,3 @@ def test_no_rows_are_no_obstacle() -> None:
     rows = SamplingRows(torch.empty((0, 9), dtype=torch.int32))
     assert rows.all_greedy
     assert not rows.any_filter
-    assert rows.max_num_logprobs == -1

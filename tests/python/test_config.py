@@ -34,8 +34,13 @@ def test_the_defaults_are_those_of_the_documented_table():
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "enable_prefix_caching": True,
+        "overlap": None,
         "tenants": (),
         "kv_memory": None,
+        "gpu_memory_utilization": 0.9,
+        "kv_cache_dtype": "auto",
+        "bulk_attention": False,
+        "cuda_graphs": True,
         "num_blocks": None,
         "max_pinned_blocks": None,
         "threads": None,
@@ -67,6 +72,13 @@ def test_the_typed_keyword_arguments_are_the_fields():
         ("max_num_batched_tokens", 2.0, "an integer in 1..16777216"),
         ("enable_prefix_caching", 1, "True or False"),
         ("kv_memory", "lots", "a number of bytes"),
+        ("gpu_memory_utilization", 0, "a number above 0, at most 1"),
+        ("gpu_memory_utilization", 1.5, "a number above 0, at most 1"),
+        ("gpu_memory_utilization", True, "a number above 0, at most 1"),
+        ("gpu_memory_utilization", "most", "a number above 0, at most 1"),
+        ("kv_cache_dtype", "int8", "auto, fp8"),
+        ("bulk_attention", 1, "True or False"),
+        ("cuda_graphs", "off", "True or False"),
         ("num_blocks", 1, "an integer >= 2"),
         ("threads", 0, "an integer in 1..1024"),
         ("threads", 1025, "an integer in 1..1024"),
@@ -81,8 +93,8 @@ def test_a_refusal_names_option_value_and_what_is_allowed(option, value, allowed
 
 
 def test_an_unknown_option_is_a_type_error():
-    with pytest.raises(TypeError, match="gpu_memory_utilization"):
-        EngineConfig(gpu_memory_utilization=0.9)
+    with pytest.raises(TypeError, match="swap_space"):
+        EngineConfig(swap_space=4)
 
 
 def test_it_is_frozen():
@@ -125,7 +137,8 @@ def test_the_command_line_has_every_option():
         *("--model", "some/model", "--dtype", "float32", "--device", "cpu", "--block-size", "32"),
         *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
         *("--no-enable-prefix-caching", "--kv-memory", "2GiB", "--num-blocks", "100", "--threads", "3"),
-        *("--seed", "18446744073709551615"),
+        *("--gpu-memory-utilization", "0.5", "--kv-cache-dtype", "fp8", "--bulk-attention"),
+        *("--no-cuda-graphs", "--seed", "18446744073709551615"),
     ) == EngineConfig(
         model="some/model",
         dtype="float32",
@@ -136,6 +149,10 @@ def test_the_command_line_has_every_option():
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
         kv_memory=2 * 2**30,
+        gpu_memory_utilization=0.5,
+        kv_cache_dtype="fp8",
+        bulk_attention=True,
+        cuda_graphs=False,
         num_blocks=100,
         threads=3,
         seed=2**64 - 1,
@@ -171,7 +188,7 @@ def test_any_other_poison_is_refused(monkeypatch):
     [
         ("modle", "did you mean 'model'?"),
         ("max_num_seq", "did you mean 'max_num_seqs'?"),
-        ("gpu_memory_utilization", "kv_memory sets the size of the cache"),
+        ("enforce_eager", "cuda_graphs=False does that"),
         ("xyz", "LLM has no option 'xyz'"),
     ],
 )

@@ -97,9 +97,10 @@ def test_a_launch_hands_the_driver_one_struct(monkeypatch):
             address = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))[0]
             launches.append((*rest, ctypes.string_at(address, 4), extra))
 
+    streams = {torch.device("cuda:1"): SimpleNamespace(cuda_stream=5)}
     module = SimpleNamespace(get_function=lambda name: SimpleNamespace(ptr=77))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=5))
-    kernel = GpuKernel(Driver(), module, "twice", 200_000)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.get)
+    kernel = GpuKernel(Driver(), module, "twice", 200_000, torch.device("cuda:1"))
     kernel.launch((4, 2), 128, 1000, bytearray(b"abcd"))
     assert launches == [(77, 8, 200_000), (77, 4, 2, 1, 128, 1, 1, 1000, 5, b"abcd", 0)]
 
@@ -108,4 +109,14 @@ def test_without_cupy_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(BackendUnavailable, match=r"pip install pagedkv\[cuda13\]"):
-        cuda_device.Gpu()
+        cuda_device.Gpu(torch.device("cuda:0"))
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    module = SimpleNamespace(Module=None, driver=None)
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.function", "cupy_backends", "cupy_backends.cuda"):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", module)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(BackendUnavailable, match=r"^device is cuda:3, allowed: cuda:0 to cuda:1$"):
+        cuda_device.Gpu(torch.device("cuda:3"))

@@ -91,13 +91,13 @@ async def test_the_heart_beats_while_idle_and_shows_a_hanging_step(checkpoint, e
                 await asyncio.sleep(0.01)
         release = threading.Event()
         runner = await llm.ask(lambda core: llm._thread._engine.runner)
-        forward = runner.run
+        forward = runner.launch
 
         def hanging(header, arena):
             release.wait(30)
             return forward(header, arena)
 
-        runner.run = hanging
+        runner.launch = hanging
         stream = llm.submit(expected[0].prompt, GREEDY)
         # An idle engine never gets there.
         deadline = time.monotonic() + 20
@@ -128,7 +128,7 @@ async def test_the_heart_beats_within_a_step(checkpoint, expected):
 async def test_a_step_that_raises_fails_its_requests_only(checkpoint, expected):
     async with async_engine(checkpoint) as llm:
         runner = llm._thread._engine.runner
-        forward, calls = runner.run, []
+        forward, calls = runner.launch, []
 
         def broken(header, arena):
             calls.append(header.num_sequences)
@@ -136,7 +136,7 @@ async def test_a_step_that_raises_fails_its_requests_only(checkpoint, expected):
                 raise ArithmeticError("a bad step")
             return forward(header, arena)
 
-        runner.run = broken
+        runner.launch = broken
         results = await asyncio.gather(
             *(last(llm.generate(one.prompt, GREEDY)) for one in expected), return_exceptions=True
         )
@@ -211,7 +211,7 @@ async def test_a_dead_thread_fails_every_stream_and_says_so(checkpoint, expected
     def panic(header, arena):
         raise Panic("broken invariant")
 
-    llm._thread._engine.runner.run = panic
+    llm._thread._engine.runner.launch = panic
     for stream in streams:
         with pytest.raises(EngineDead, match="the engine's thread died: Panic: broken invariant"):
             await last(stream)
@@ -254,7 +254,7 @@ async def test_a_device_that_stays_broken_kills_the_engine(checkpoint, expected)
         raise ArithmeticError("an illegal access")
 
     runner = llm._thread._engine.runner
-    runner.run = runner.probe = broken
+    runner.launch = runner.probe = broken
     with pytest.raises(EngineDead, match="an illegal access"):
         await last(llm.generate(expected[0].prompt, GREEDY))
     assert not llm.is_alive

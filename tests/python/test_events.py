@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,6 +17,16 @@ from pagedkv.runner import StepResult
 NUM_REQUESTS, MAX_TOKENS = 60, 200
 
 
+@dataclass
+class Launched:
+    """A step whose result is known."""
+
+    known: StepResult
+
+    def result(self):
+        return self.known
+
+
 class Runner:
     """Samples the number of the step."""
 
@@ -26,12 +37,12 @@ class Runner:
     def new_arena(self, num_words):
         return np.zeros(num_words, np.int32)
 
-    def run(self, header, arena):
+    def launch(self, header, arena):
         self.num_steps += 1
-        return StepResult(np.full(header.num_rows, header.step_id % 1000, np.int32), None)
+        return Launched(StepResult(np.full(header.num_rows, header.step_id % 1000, np.int32), None))
 
 
-def new_engine(max_num_seqs=8):
+def new_engine(max_num_seqs=8, overlap=False):
     core = Core(
         num_blocks=400,
         block_size=16,
@@ -40,7 +51,7 @@ def new_engine(max_num_seqs=8):
         max_model_len=512,
         eos_token_ids=[],
     )
-    return Engine(core, Runner())
+    return Engine(core, Runner(), overlap=overlap)
 
 
 def submit(engine, number=0):

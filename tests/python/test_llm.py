@@ -108,8 +108,8 @@ def test_what_is_no_message_is_refused(llm):
 
 
 def test_an_unknown_option_is_a_type_error(checkpoint):
-    with pytest.raises(TypeError, match="gpu_memory_utilization"):
-        LLM(**checkpoint.options, gpu_memory_utilization=0.9)
+    with pytest.raises(TypeError, match="swap_space"):
+        LLM(**checkpoint.options, swap_space=4)
 
 
 def test_progress_is_shown_only_when_asked(llm, capsys):

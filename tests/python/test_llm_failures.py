@@ -43,7 +43,7 @@ def test_a_fork_says_that_it_cannot_compute(checkpoint):
 
 def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeypatch):
     llm = LLM(**checkpoint.options)
-    forward, calls = llm._engine.runner.run, []
+    forward, calls = llm._engine.runner.launch, []
 
     def broken(header, arena):
         calls.append(header.step_id)
@@ -51,7 +51,7 @@ def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeyp
             raise ArithmeticError("a bad step")
         return forward(header, arena)
 
-    monkeypatch.setattr(llm._engine.runner, "run", broken)
+    monkeypatch.setattr(llm._engine.runner, "launch", broken)
     with pytest.raises(RequestFailed, match="ArithmeticError: a bad step") as failure:
         llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
     assert isinstance(failure.value.__cause__, ArithmeticError)
@@ -62,7 +62,7 @@ def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeyp
 def test_an_interrupt_ends_what_runs_and_leaves_the_engine_usable(checkpoint, expected, monkeypatch):
     llm = LLM(**checkpoint.options)
     with monkeypatch.context() as patch:
-        forward, calls = llm._engine.runner.run, []
+        forward, calls = llm._engine.runner.launch, []
 
         def interrupted(header, arena):
             calls.append(header.step_id)
@@ -70,7 +70,7 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_usable(checkpoint, ex
                 raise KeyboardInterrupt
             return forward(header, arena)
 
-        patch.setattr(llm._engine.runner, "run", interrupted)
+        patch.setattr(llm._engine.runner, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
     assert_at_rest(llm)

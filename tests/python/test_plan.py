@@ -158,7 +158,29 @@ def test_the_pool_and_the_positions_must_fit_the_free_memory():
 def test_shares_of_the_free_memory():
     assert plan.cpu_budget(8 * GIB) == 2 * GIB
     assert plan.cpu_budget(64 * GIB) == 4 * GIB
-    assert plan.gpu_budget(100 * GIB) == 90 * GIB
+
+
+def gpu_budget(**changes):
+    figures = {"free_bytes": 120, "total_bytes": 140, "step_bytes": 3, "kept_bytes": 2}
+    figures = {name: changes.pop(name, size) * GIB for name, size in figures.items()}
+    return plan.gpu_budget(**figures, **{"utilization": 0.9} | changes)
+
+
+def test_the_cache_on_a_gpu_is_what_the_share_leaves_beside_the_weights_and_the_largest_step():
+    assert gpu_budget() == (126 - 20 - 5) * GIB
+    assert gpu_budget(utilization=0.5) == (70 - 20 - 5) * GIB
+
+
+def test_what_is_not_free_is_not_planned_with():
+    assert gpu_budget(utilization=1.0) == (120 - 5) * GIB
+
+
+def test_a_gpu_without_room_for_a_cache_is_refused():
+    with pytest.raises(
+        ValueError,
+        match=r"^gpu_memory_utilization is 0\.1 of 140\.00 GiB, .* 20\.00 GiB are taken, a step needs 3",
+    ):
+        gpu_budget(utilization=0.1)
 
 
 def test_bytes_for_people():

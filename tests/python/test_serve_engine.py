@@ -265,7 +265,7 @@ async def test_failed_step_costs_its_requests_only(
         raise ValueError("secret detail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "run", broken)
+        patch.setattr(runner, "launch", broken)
         response = await client.post(COMPLETIONS, json={"prompt": "the cat"})
         assert response.status == 500
         assert (await response.json())["error"]["code"] == "request_failed"

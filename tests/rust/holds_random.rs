@@ -267,7 +267,7 @@ impl World {
             session.tokens.truncate(session.prompt_len + num_tokens);
         }
         // The end is there once any command looks at it; here, once it is reported.
-        self.simulator.step();
+        self.simulator.schedule_soon();
     }
 
     fn look_up(&mut self, salt: &[u8], tokens: &[u32]) {
@@ -341,14 +341,14 @@ impl World {
     }
 }
 
-fn world(num_blocks: u32, block_size: u32, max_pinned_blocks: u32) -> World {
+fn world(num_blocks: u32, block_size: u32, max_pinned_blocks: u32, overlap: bool) -> World {
     let sizes = CoreConfig {
         max_num_seqs: 5,
         max_num_batched_tokens: 24,
         ..sizes(num_blocks, block_size, max_pinned_blocks)
     };
     World {
-        simulator: Simulator::new(sizes),
+        simulator: Simulator::with_overlap(sizes, overlap),
         submitted: Vec::new(),
         sessions: BTreeMap::new(),
         now_ms: 0,
@@ -364,8 +364,9 @@ proptest! {
         num_unpinned in 10u32..20,
         max_pinned_blocks in 0u32..24,
         block_size in prop_oneof![Just(2u32), Just(4), Just(8)],
+        overlap in any::<bool>(),
     ) {
-        let mut world = world(num_unpinned + max_pinned_blocks, block_size, max_pinned_blocks);
+        let mut world = world(num_unpinned + max_pinned_blocks, block_size, max_pinned_blocks, overlap);
         for operation in &operations {
             world.apply(operation);
         }

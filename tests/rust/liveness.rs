@@ -155,6 +155,15 @@ fn collect(simulator: &mut Simulator, live: &mut Vec<Live>) -> usize {
 
 #[test]
 fn every_request_ends_in_a_pool_that_barely_holds_the_largest() {
+    run(false);
+}
+
+#[test]
+fn every_request_ends_also_where_steps_overlap() {
+    run(true);
+}
+
+fn run(overlap: bool) {
     let num_steps: u64 =
         std::env::var("PAGEDKV_LIVENESS_STEPS").map_or(20_000, |steps| steps.parse().unwrap());
     // The largest request has 60 + 20 tokens: 20 blocks. Holds may have 6 besides.
@@ -166,7 +175,7 @@ fn every_request_ends_in_a_pool_that_barely_holds_the_largest() {
         max_pinned_blocks: 6,
         ..config(28, 4)
     };
-    let mut simulator = Simulator::new(sizes);
+    let mut simulator = Simulator::with_overlap(sizes, overlap);
     let mut chance = Chance(0x9e37_79b9_7f4a_7c15);
     let mut live: Vec<Live> = Vec::new();
     let (mut num_ended, mut num_parked, mut num_kept) = (0, 0, 0);

@@ -23,6 +23,7 @@ mod explain;
 mod holds;
 mod holds_random;
 mod liveness;
+mod overlap;
 mod samples;
 mod scheduler;
 mod scheduler_partial;

@@ -195,10 +195,11 @@ proptest! {
         max_num_seqs in 1u32..7,
         max_num_batched_tokens in 1u32..40,
         prefix_caching in any::<bool>(),
+        overlap in any::<bool>(),
     ) {
         let sizes =
             CoreConfig { max_num_seqs, max_num_batched_tokens, prefix_caching, ..config(num_blocks, block_size) };
-        let mut world = World { simulator: Simulator::new(sizes), submitted: Vec::new(), finished: Vec::new() };
+        let mut world = World { simulator: Simulator::with_overlap(sizes, overlap), submitted: Vec::new(), finished: Vec::new() };
         for operation in &operations {
             world.apply(operation);
         }

@@ -4,11 +4,12 @@
 //! is found through the block table*. A wrong block, a stale slot or a missed copy changes every later word, and
 //! with it the sampled tokens. What a request should generate follows from its prompt alone.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 
+use pagedkv::block::BlockState;
 use pagedkv::config::CoreConfig;
 use pagedkv::ids::{BlockId, RequestId};
-use pagedkv::sched::{BeamRows, Hypothesis, SamplingParams, Scheduler, Section, StepHeader};
+use pagedkv::sched::{BeamRows, Hypothesis, SamplingParams, Scheduler, Section, StepHeader, VOID};
 
 pub(crate) const EOS: u32 = 0;
 pub(crate) const VOCABULARY: u64 = 40;
@@ -95,6 +96,24 @@ fn id(low: i32, high: i32) -> RequestId {
 
 pub(crate) type SampleId = (RequestId, u32);
 
+/// What the model makes of a step: a token a row, and for rows of beams their candidates.
+#[derive(Clone, Default)]
+struct Computed {
+    tokens: Vec<i32>,
+    per_row: usize,
+    candidates: (Vec<i32>, Vec<f32>),
+}
+
+/// A step that the scheduler gave out and that is not committed yet.
+struct Launched {
+    header: StepHeader,
+    arena: Vec<i32>,
+    /// The blocks that it reads or writes, and whose they were.
+    holders: HashMap<BlockId, Vec<SampleId>>,
+    /// None while the device has not come to it.
+    computed: Option<Computed>,
+}
+
 pub(crate) struct Simulator {
     pub(crate) scheduler: Scheduler,
     pub(crate) arena: Vec<i32>,
@@ -107,9 +126,32 @@ pub(crate) struct Simulator {
     /// The same, in the order of the ends.
     pub(crate) ends: Vec<SampleId>,
     pub(crate) cached: HashMap<RequestId, u32>,
+    /// Whether a step is scheduled before the last one is committed.
+    overlap: bool,
+    launched: VecDeque<Launched>,
+    /// What the step computed last has sampled.
+    sampled: Vec<i32>,
+    /// Tokens that were scheduled before they were known, and rows whose sequence had ended.
+    pub(crate) num_ahead: usize,
+    pub(crate) num_void: u64,
 }
 
 impl Simulator {
+    /// A simulator that runs a step while the one before it is in flight: `step` schedules one or commits one.
+    pub(crate) fn overlapped(config: CoreConfig) -> Self {
+        Self {
+            overlap: true,
+            ..Self::new(config)
+        }
+    }
+
+    pub(crate) fn with_overlap(config: CoreConfig, overlap: bool) -> Self {
+        Self {
+            overlap,
+            ..Self::new(config)
+        }
+    }
+
     pub(crate) fn new(config: CoreConfig) -> Self {
         let block_size = config.block_size as usize;
         let cells = vec![u64::MAX; (config.num_blocks as usize + 1) * block_size];
@@ -126,20 +168,29 @@ impl Simulator {
             answers: HashMap::new(),
             ends: Vec::new(),
             cached,
+            overlap: false,
+            launched: VecDeque::new(),
+            sampled: Vec::new(),
+            num_ahead: 0,
+            num_void: 0,
         }
     }
 
-    /// Schedules a step and reports it as failed, as if forward had raised. None when there was nothing to do.
+    /// Schedules a step, if there is room for one, and reports the oldest one as failed, as if forward had raised. None
+    /// when there was nothing to do.
     pub(crate) fn fail(&mut self) -> Option<StepHeader> {
-        let header = self.scheduler.schedule(&mut self.arena).unwrap()?;
-        self.note_ended();
-        if header.num_tokens > 0 {
+        let mut header = None;
+        if self.launched.len() < 1 + usize::from(self.overlap) {
+            header = self.schedule();
+        }
+        if let Some(failed) = self.launched.pop_front() {
             // Forward may have written anything before it raised.
-            self.forward(&header);
+            self.compute(&failed);
             self.scheduler.fail_step().unwrap();
+            header = Some(failed.header);
         }
         self.check();
-        Some(header)
+        header
     }
 
     pub(crate) fn submit(&self, prompt: &[u32], params: &SamplingParams) -> RequestId {
@@ -159,31 +210,119 @@ impl Simulator {
             stats.wasted_slots <= bound,
             "more than one partly filled block a sequence"
         );
+        assert_eq!(stats.void_rows, self.num_void);
+        let pool = self.scheduler.pool();
+        let touched = self.launched.iter().flat_map(|step| step.holders.keys());
+        for &block in touched {
+            let state = pool.state(block);
+            assert!(
+                matches!(state, BlockState::Owned | BlockState::Fenced),
+                "{block:?} of a step in flight is {state:?}"
+            );
+        }
     }
 
-    /// One step with every check between its parts. None when there was nothing to do.
+    /// One step with every check between its parts; with overlap, half of one: a step is scheduled if that can be, or else
+    /// the oldest one is committed. None when there was nothing to do.
     pub(crate) fn step(&mut self) -> Option<StepHeader> {
+        let most = 1 + usize::from(self.overlap);
+        let mut header = None;
+        if self.launched.len() < most {
+            header = self.schedule();
+        }
+        if header.is_none() || !self.overlap {
+            header = self.finish().or(header);
+        }
+        header
+    }
+
+    /// Has the next step scheduled, once there is room for it.
+    pub(crate) fn schedule_soon(&mut self) {
+        if self.launched.len() > usize::from(self.overlap) {
+            self.finish();
+        }
+        self.step();
+    }
+
+    /// Has the next step scheduled and launched.
+    fn schedule(&mut self) -> Option<StepHeader> {
         let header = self.scheduler.schedule(&mut self.arena).unwrap();
         self.check();
         let header = header?;
         self.note_ended();
         if header.num_tokens > 0 {
-            let tokens = self.forward(&header);
-            let (per_row, ids, logprobs) = self.candidates();
-            let candidates = BeamRows {
-                tokens: &ids,
-                logprobs: &logprobs,
-                per_row,
+            let mut step = Launched {
+                header,
+                arena: self.arena.clone(),
+                holders: self.holders(),
+                computed: None,
             };
-            let mut states = Vec::new();
-            self.scheduler
-                .commit(header.step_id, &tokens, &candidates, &mut states)
-                .unwrap();
+            self.assert_writable(&step);
+            // The device may come to a step at any time, but to one after the other.
+            let is_next = self.launched.back().is_none_or(|last| last.computed.is_some());
+            if is_next && header.step_id % 3 != 0 {
+                step.computed = Some(self.compute(&step));
+            }
+            self.launched.push_back(step);
             self.check();
-            self.note_rows(&tokens, &states);
-            self.note_answers();
         }
         Some(header)
+    }
+
+    /// Has the oldest step committed. None if there is none.
+    fn finish(&mut self) -> Option<StepHeader> {
+        let mut step = self.launched.pop_front()?;
+        let computed = step.computed.take().unwrap_or_else(|| self.compute(&step));
+        let candidates = BeamRows {
+            tokens: &computed.candidates.0,
+            logprobs: &computed.candidates.1,
+            per_row: computed.per_row,
+        };
+        let mut states = Vec::new();
+        self.scheduler
+            .commit(step.header.step_id, &computed.tokens, &candidates, &mut states)
+            .unwrap();
+        self.note_rows(&step.arena, &computed.tokens, &states);
+        self.check();
+        self.note_answers();
+        Some(step.header)
+    }
+
+    /// The blocks of the step in the arena, and whose they are.
+    fn holders(&self) -> HashMap<BlockId, Vec<SampleId>> {
+        let words = section(&self.arena, Section::BlockIds).iter();
+        let copied = section(&self.arena, Section::Copies).iter();
+        let mut holders: HashMap<BlockId, Vec<SampleId>> = words
+            .chain(copied)
+            .map(|word| (BlockId(word.cast_unsigned()), Vec::new()))
+            .collect();
+        for sequence in self.scheduler.sequences() {
+            for block in sequence.blocks {
+                if let Some(holders) = holders.get_mut(&block) {
+                    holders.push((sequence.request, sequence.sample_index));
+                }
+            }
+        }
+        holders
+    }
+
+    /// Asserts that a step writes only what is its sequences' own, and nothing that another sequence has in a step before.
+    fn assert_writable(&self, step: &Launched) {
+        for &slot in section(&step.arena, Section::SlotMapping) {
+            let block = BlockId(slot.cast_unsigned() / self.block_size as u32);
+            assert!(
+                self.scheduler.pool().is_writable(block),
+                "{block:?} is written, but shared or published"
+            );
+            let [holder] = step.holders[&block][..] else {
+                panic!("{block:?} is written and held by {:?}", step.holders[&block]);
+            };
+            let before = self.launched.iter().find_map(|step| step.holders.get(&block));
+            assert!(
+                before.is_none_or(|before| before.contains(&holder)),
+                "{block:?} is in a step in flight and written by {holder:?}"
+            );
+        }
     }
 
     /// Runs until nothing is left; panics if that takes more than `bound` steps.
@@ -205,10 +344,24 @@ impl Simulator {
         self.cells[table[position / self.block_size] as usize * self.block_size + position % self.block_size]
     }
 
+    /// Computes the step in the arena, whose tokens are all known.
     pub(crate) fn forward(&mut self, header: &StepHeader) -> Vec<i32> {
-        self.copy_blocks();
-        let arena = self.arena.clone();
-        let view = |wanted| section(&arena, wanted);
+        let step = Launched {
+            header: *header,
+            arena: self.arena.clone(),
+            holders: HashMap::new(),
+            computed: None,
+        };
+        self.compute(&step).tokens
+    }
+
+    fn compute(&mut self, step: &Launched) -> Computed {
+        if let Some(computed) = &step.computed {
+            return computed.clone();
+        }
+        let (header, arena) = (&step.header, &step.arena);
+        self.copy_blocks(arena);
+        let view = |wanted| section(arena, wanted);
         let (tokens, positions, slots) = (
             view(Section::TokenIds),
             view(Section::Positions),
@@ -231,37 +384,47 @@ impl Simulator {
                     slot,
                     block as usize * self.block_size + position % self.block_size
                 );
-                assert!(
-                    self.scheduler.pool().is_writable(BlockId(block.cast_unsigned())),
-                    "block {block} is written, but shared or published"
-                );
                 let before = if position == 0 {
                     1
                 } else {
                     self.cell(table, position - 1)
                 };
-                self.cells[slot] = mix(before, tokens[at].cast_unsigned());
+                let source = view(Section::TokenSource)[at];
+                let token = if source < 0 {
+                    tokens[at]
+                } else {
+                    self.num_ahead += 1;
+                    self.sampled[source as usize]
+                };
+                self.cells[slot] = mix(before, token.cast_unsigned());
             }
         }
         let sampling = view(Section::Sampling).chunks(9);
-        view(Section::SampleRows)
+        let sampled = view(Section::SampleRows)
             .iter()
             .zip(sampling)
             .map(|(&row, words)| {
                 let seed = id(words[4], words[5]).0;
-                let token = sample(
-                    self.cells[slots[row as usize] as usize],
-                    seed,
-                    words[6].cast_unsigned(),
-                );
-                token.cast_signed()
-            })
-            .collect()
+                let chain = self.cells[slots[row as usize] as usize];
+                sample(chain, seed, words[6].cast_unsigned()).cast_signed()
+            });
+        let tokens: Vec<i32> = sampled.collect();
+        self.sampled.clone_from(&tokens);
+        let (per_row, ids, logprobs) = self.candidates_of(arena);
+        Computed {
+            tokens,
+            per_row,
+            candidates: (ids, logprobs),
+        }
     }
 
     /// What the step asks of the rows of beams: the likeliest tokens, of equal ones the lowest first.
     pub(crate) fn candidates(&self) -> (usize, Vec<i32>, Vec<f32>) {
-        let view = |wanted| section(&self.arena, wanted);
+        self.candidates_of(&self.arena)
+    }
+
+    fn candidates_of(&self, arena: &[i32]) -> (usize, Vec<i32>, Vec<f32>) {
+        let view = |wanted| section(arena, wanted);
         let beams = view(Section::Beams).as_chunks::<2>().0;
         let per_row = beams
             .iter()
@@ -292,8 +455,8 @@ impl Simulator {
     }
 
     /// All sources are read before any destination is written: a kernel may copy in any order.
-    fn copy_blocks(&mut self) {
-        let copies: Vec<(usize, usize)> = section(&self.arena, Section::Copies)
+    fn copy_blocks(&mut self, arena: &[i32]) {
+        let copies: Vec<(usize, usize)> = section(arena, Section::Copies)
             .chunks(2)
             .map(|pair| {
                 (
@@ -314,15 +477,22 @@ impl Simulator {
         self.ends.push(sample);
     }
 
-    fn note_rows(&mut self, tokens: &[i32], states: &[i32]) {
+    fn note_rows(&mut self, arena: &[i32], tokens: &[i32], states: &[i32]) {
         assert_eq!(tokens.len(), states.len());
-        let rows: Vec<i32> = section(&self.arena, Section::Rows).to_vec();
-        let of_beams: HashSet<i32> = section(&self.arena, Section::Beams)
+        let rows: Vec<i32> = section(arena, Section::Rows).to_vec();
+        let live = self.scheduler.sequences();
+        let of_beams: HashSet<i32> = section(arena, Section::Beams)
             .chunks(2)
             .map(|entry| entry[0])
             .collect();
         for (row, ((words, &token), &state)) in (0..).zip(rows.chunks(4).zip(tokens).zip(states)) {
             let sample = (id(words[0], words[1]), words[2].cast_unsigned());
+            if state == VOID {
+                self.num_void += 1;
+                let lives = live.iter().any(|one| (one.request, one.sample_index) == sample);
+                assert!(!lives, "a row of {sample:?} was void while it lives");
+                continue;
+            }
             if of_beams.contains(&row) {
                 self.cached.insert(sample.0, words[3].cast_unsigned());
                 continue;

@@ -15,7 +15,9 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedkv.batch import SamplingRows, StepBatch
@@ -122,7 +124,9 @@ class Ops(Protocol):
         depends on nothing but seed, sample index, position and token id; the mass of a token in
         `pagedkv.ops.exact`. Every backend draws the same tokens from the same logits.
 
-        Raises ValueError when a row holds NaN, or when its largest logit is infinite and it is not greedy.
+        Raises ValueError when a row holds NaN, or when its largest logit is infinite and it is not greedy. A
+        backend that does not wait for its device gives a negative number in place of the token instead:
+        whoever reads the tokens calls `check_sampled`.
         """
 
     def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,8 +137,26 @@ class Ops(Protocol):
         """
 
 
-def choose(backend: str) -> Ops:
+# What `cuda/sample.cu` gives in place of a token; every other negative number means an infinite logit.
+NOT_A_NUMBER = -1
+
+
+def check_sampled(tokens: NDArray[np.int32]) -> None:
+    """Raises ValueError if a row could not be sampled, see `Ops.sample`."""
+    failed = np.flatnonzero(tokens < 0)
+    if len(failed):
+        row = int(failed[0])
+        what = "NaN somewhere" if tokens[row] == NOT_A_NUMBER else "infinite at its largest"
+        raise ValueError(f"row {row} of the logits is {what}, allowed: numbers")
+
+
+def choose(backend: str, device: torch.device | None = None, *, swizzled: bool = False) -> Ops:
     """Picks the backend: "cpu" or "cuda", by the type of the device, or "reference" for plain torch.
+
+    Args:
+        backend: One of `BACKENDS`.
+        device: Which GPU, for "cuda"; the first one if None.
+        swizzled: Of "cuda", see `pagedkv.ops.cuda.CudaOps`.
 
     Raises:
         BackendUnavailable: It cannot be used here; the message says why and what can.
@@ -149,7 +171,9 @@ def choose(backend: str) -> Ops:
             '(or cuda12, as torch is), or use device="cpu" (on the command line: --device cpu)'
         )
     module = importlib.import_module(f"pagedkv.ops.{backend}")
-    return cast(Ops, module.on_gpu() if backend == "cuda" else module)
+    if backend == "cuda":
+        return cast(Ops, module.on_gpu(device or torch.device("cuda:0"), swizzled=swizzled))
+    return cast(Ops, module)
 
 
 def has_cuda_kernels() -> bool:

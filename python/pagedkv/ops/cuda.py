@@ -1,98 +1,58 @@
 """The operations on a GPU: packs parameters, picks kernels and launches them on torch's stream.
 
 `pagedkv.ops.choose` makes one `CudaOps`. The kernels are those of `cuda/`; matrix products and
-log-probabilities are torch's. Where the kernels run is up to the `Device`: `pagedkv.ops.cuda_device` is a
-GPU, and the tests execute the same kernels on the CPU.
+log-probabilities are torch's. Where the kernels run is up to the `Device`. No operation waits for it.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pagedkv.batch import SamplingRows, StepBatch
 from pagedkv.ops import reference
+from pagedkv.ops.cuda_attention import PagedAttention
 from pagedkv.ops.cuda_kernels import (
-    BLOCK_SIZES,
     BULK_HEAD_DIMS,
     COPY_BLOCKS,
     HEAD_DIMS,
     SAMPLE,
     SAMPLE_SHARED_BYTES,
     SAMPLE_THREADS,
-    AttentionShape,
-    Kernel,
-    ParamLayout,
     model_kernels,
-    narrow_shape,
     norm_shared_bytes,
     rope_cache_kernel,
     row_kernel,
-    wide_shape,
 )
-from pagedkv.ops.cuda_plan import AttentionPlan, PlanOptions, plan_attention
+from pagedkv.ops.cuda_launch import (
+    ELEMENT_NAMES,
+    Launcher,
+    cache_params,
+    check_heads,
+    element_name,
+    row_size,
+    row_threads,
+)
+from pagedkv.ops.device import Device
 from pagedkv.ops.reference import PackedWeight
 
 
-def on_gpu() -> "CudaOps":
-    """The operations on torch's current GPU. Raises BackendUnavailable if the kernels cannot run on it."""
+def on_gpu(device: torch.device, *, swizzled: bool = False) -> "CudaOps":
+    """The operations on a GPU. Raises BackendUnavailable if the kernels cannot run on it."""
     from pagedkv.ops.cuda_device import Gpu
 
-    return CudaOps(Gpu())
-
-
-_ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "half"}
-_FP8 = torch.float8_e4m3fn
-_MAX_ROW_THREADS = 256
-# In place of a token, see `cuda/sample.cu`: the row holds NaN.
-_NOT_A_NUMBER = -1
-
-
-class LoadedKernel(Protocol):
-    """A kernel that is ready to be launched."""
-
-    def launch(self, grid: tuple[int, int], num_threads: int, shared_bytes: int, params: bytearray) -> None:
-        """Starts a grid of blocks with one packed struct of parameters, on torch's current stream."""
-
-
-class Device(Protocol):
-    """Where kernels run."""
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of an attention kernel that run at once."""
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        """The sources that it compiles."""
-
-    def load(self, kernel: Kernel) -> LoadedKernel:
-        """Compiles and loads a kernel, or finds the one that was."""
-
-    def prepare(self, kernels: Iterable[Kernel]) -> None:
-        """Loads several before they are needed."""
-
-
-@dataclass(frozen=True)
-class _PlacedPlan:
-    """A plan with its arrays on the device, and room for the results of parts."""
-
-    plan: AttentionPlan
-    items: Tensor  # [N, 8]
-    merge_rows: Tensor
-    part_start: Tensor
-    part_rows: Tensor
+    return CudaOps(Gpu(device), swizzled=swizzled)
 
 
 class CudaOps:
     """`pagedkv.ops.Ops` by CUDA kernels.
 
-    Between calls it keeps nothing but loaded kernels; the plan of a step, which all layers share, is kept
-    with its batch.
+    Between calls it keeps loaded kernels and the addresses of the caches whose blocks it copied last; the
+    work list of a step, which all layers share, is kept with its batch.
+
+    Attributes:
+        device: where they run.
+        attention: `paged_attention` and what it needs planned.
     """
 
     name = "cuda"
@@ -115,22 +75,33 @@ class CudaOps:
             key_scale: What an element 1 of an fp8 key cache stands for.
             value_scale: The same for values.
         """
-        self._device = device
+        self.device = device
+        self._launch = Launcher(device)
+        self.attention = PagedAttention(
+            self._launch, swizzled=swizzled, key_scale=key_scale, value_scale=value_scale
+        )
         self._swizzled = swizzled
         self._scales = (key_scale, value_scale)
-        self._layouts: dict[str, ParamLayout] = {}
+        self._addresses: tuple[list[int], Tensor] | None = None
 
-    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
+    def prepare(self, dtype: torch.dtype, head_dim: int, stored: torch.dtype | None = None) -> None:
         """Compiles and loads what a model needs, so that no step has to wait for it.
+
+        Args:
+            dtype: Of its weights.
+            head_dim: Elements of a head.
+            stored: Of the cache; that of the weights if None.
 
         Raises ValueError for a model that the kernels cannot compute.
         """
-        if dtype not in _ELEMENTS:
-            allowed = ", ".join(str(dtype) for dtype in _ELEMENTS)
+        if dtype not in ELEMENT_NAMES:
+            allowed = ", ".join(str(dtype) for dtype in ELEMENT_NAMES)
             raise ValueError(f"dtype is {dtype}, allowed on a GPU: {allowed}")
         if head_dim not in (BULK_HEAD_DIMS if self._swizzled else HEAD_DIMS):
             raise ValueError(f"head_dim of the model is {head_dim}, allowed on a GPU: {HEAD_DIMS}")
-        self._device.prepare(model_kernels(_ELEMENTS[dtype], head_dim, swizzled=self._swizzled))
+        stored_bytes = (stored or dtype).itemsize
+        kernels = model_kernels(ELEMENT_NAMES[dtype], head_dim, stored_bytes, swizzled=self._swizzled)
+        self.device.prepare(kernels)
 
     # ---- rows
 
@@ -143,15 +114,15 @@ class CudaOps:
         if residual.shape != x.shape or residual.dtype != x.dtype:
             given = f"{list(residual.shape)} of {residual.dtype}"
             raise ValueError(f"residual is {given}, allowed: {list(x.shape)} of {x.dtype}")
-        _row_size("residual", residual)
+        row_size("residual", residual)
         return self._norm(x, residual, weight, eps)
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        size = _row_size("x", x)
-        threads = _row_threads(size)
+        size = row_size("x", x)
+        threads = row_threads(size)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._launch(
-            row_kernel("add_rms_norm", _element("x", x)),
+            row_kernel("add_rms_norm", element_name("x", x)),
             (len(x), 1),
             threads,
             norm_shared_bytes(size, threads),
@@ -168,11 +139,11 @@ class CudaOps:
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `pagedkv.ops.Ops.silu_mul`."""
-        size = _row_size("gate", gate)
+        size = row_size("gate", gate)
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        threads = _row_threads(size)
+        threads = row_threads(size)
         self._launch(
-            row_kernel("silu_mul", _element("gate", gate)),
+            row_kernel("silu_mul", element_name("gate", gate)),
             (len(gate), -(-size // (8 * threads))),
             threads,
             0,
@@ -222,10 +193,10 @@ class CudaOps:
         num_tokens, num_heads, head_dim = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         kernel = rope_cache_kernel(
-            _element("q", q), self._stored_bytes(q, key_cache), swizzled=self._swizzled
+            element_name("q", q), self.attention.stored_bytes(q, key_cache), swizzled=self._swizzled
         )
         for label, tensor in (("q", q), ("k", k), ("v", v)):
-            _check_heads(label, tensor, head_dim)
+            check_heads(label, tensor, head_dim)
         self._launch(
             kernel,
             (num_tokens, 1),
@@ -247,7 +218,7 @@ class CudaOps:
             num_heads=num_heads,
             num_kv_heads=k.shape[1],
             head_dim=head_dim,
-            **_cache_params(key_cache, value_cache),
+            **cache_params(key_cache, value_cache),
         )
         return out
 
@@ -256,8 +227,7 @@ class CudaOps:
         if len(copies) == 0 or len(kv_caches) == 0:
             return
         caches = [cache for pair in kv_caches for cache in pair]
-        addresses = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64)
-        addresses = addresses.to(copies.device)
+        addresses = self._addresses_of(caches, copies.device)
         self._launch(
             COPY_BLOCKS,
             (len(copies), len(caches)),
@@ -268,130 +238,23 @@ class CudaOps:
             block_bytes=caches[0].stride(0) * caches[0].element_size(),
         )
 
+    def _addresses_of(self, caches: list[Tensor], device: torch.device) -> Tensor:
+        """Addresses of caches as a tensor on the device. Copying them there waits, so they are kept."""
+        pointers = [cache.data_ptr() for cache in caches]
+        if self._addresses is None or self._addresses[0] != pointers:
+            self._addresses = pointers, torch.tensor(pointers, dtype=torch.int64).to(device)
+        return self._addresses[1]
+
     def paged_attention(
         self, q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: StepBatch, scale: float
     ) -> Tensor:
         """See `pagedkv.ops.Ops.paged_attention`."""
-        _, num_heads, head_dim = q.shape
-        num_kv_heads = key_cache.shape[1]
-        _check_heads("q", q, head_dim)
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim is {head_dim}, allowed: {', '.join(map(str, HEAD_DIMS))}")
-        stored_bytes = self._stored_bytes(q, key_cache)
-        narrow, wide = narrow_shape(head_dim, stored_bytes), wide_shape(head_dim)
-        placed = self._plan(
-            batch,
-            PlanOptions(
-                group_size=num_heads // num_kv_heads,
-                num_kv_heads=num_kv_heads,
-                block_size=key_cache.shape[2],
-                wide_rows=wide.rows,
-                narrow_rows=narrow.rows,
-                capacity=self._device.capacity,
-            ),
-        )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        parts = placed.plan.num_part_rows * num_kv_heads
-        part_out = torch.empty((parts, head_dim), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-        key_scale, value_scale = self._scales if stored_bytes == 1 else (1.0, 1.0)
-        params = {
-            "out": out.data_ptr(),
-            "part_out": part_out.data_ptr(),
-            "part_lse": part_lse.data_ptr(),
-            "query": q.data_ptr(),
-            "table_start": batch.table_start.data_ptr(),
-            "block_ids": batch.block_ids.data_ptr(),
-            "positions": batch.positions.data_ptr(),
-            "out_stride": out.stride(0),
-            "query_stride": q.stride(0),
-            "scale_log2": scale * key_scale * math.log2(math.e),
-            "out_scale": value_scale,
-            "group_size": num_heads // num_kv_heads,
-            **_cache_params(key_cache, value_cache),
-        }
-        num_wide, num_items = placed.plan.num_wide, len(placed.plan.items)
-        for shape, begin, end in ((wide, 0, num_wide), (narrow, num_wide, num_items)):
-            kernel, num_threads, shared_bytes = self._attention_kernel(shape, q, stored_bytes)
-            items = placed.items[begin:].data_ptr()
-            self._launch(
-                kernel, (end - begin, num_kv_heads), num_threads, shared_bytes, items=items, **params
-            )
-        if parts:
-            self._merge_parts(out, part_out, part_lse, placed, num_kv_heads)
-        return out
-
-    def _attention_kernel(
-        self, shape: AttentionShape, q: Tensor, stored_bytes: int
-    ) -> tuple[Kernel, int, int]:
-        """The kernel for items of a shape, its threads and its shared memory."""
-        element, head_dim = _element("q", q), q.shape[2]
-        if self._swizzled and shape.row_warps == 1:
-            kernel = shape.kernel("attention_bulk", element, head_dim, 2, swizzled=True)
-            # One more warp asks for the copies.
-            return kernel, shape.num_threads + 32, shape.bulk_shared_bytes(head_dim)
-        name = "attention_fp8" if stored_bytes == 1 else "attention"
-        kernel = shape.kernel(name, element, head_dim, stored_bytes, swizzled=self._swizzled)
-        return kernel, shape.num_threads, shape.shared_bytes(head_dim, stored_bytes)
-
-    def _merge_parts(
-        self, out: Tensor, part_out: Tensor, part_lse: Tensor, placed: _PlacedPlan, num_kv_heads: int
-    ) -> None:
-        """Joins the results of rows that several items have computed."""
-        _, num_heads, head_dim = out.shape
-        self._launch(
-            row_kernel("merge_parts", _element("q", out)),
-            (len(placed.plan.merge_rows), num_kv_heads),
-            _row_threads(4 * head_dim),
-            0,
-            out=out.data_ptr(),
-            part_out=part_out.data_ptr(),
-            part_lse=part_lse.data_ptr(),
-            rows=placed.merge_rows.data_ptr(),
-            part_start=placed.part_start.data_ptr(),
-            part_rows=placed.part_rows.data_ptr(),
-            out_stride=out.stride(0),
-            group_size=num_heads // num_kv_heads,
-            head_dim=head_dim,
-        )
-
-    def _stored_bytes(self, q: Tensor, cache: Tensor) -> int:
-        """Bytes of a cached element. A cache holds the type of the queries, or fp8."""
-        if self._swizzled:
-            if cache.dtype != q.dtype or cache.shape[3] not in BULK_HEAD_DIMS:
-                given = f"{cache.dtype} with heads of {cache.shape[3]}"
-                allowed = f"{q.dtype} with heads of {', '.join(map(str, BULK_HEAD_DIMS))}"
-                raise ValueError(f"a swizzled cache holds {given}, allowed: {allowed}")
-            if cache.stride(2) != cache.shape[3]:
-                raise ValueError(f"slots of a swizzled cache are {cache.stride(2)} apart, allowed: no gaps")
-        if cache.dtype not in (q.dtype, _FP8):
-            raise ValueError(f"dtype of the cache is {cache.dtype}, allowed: {q.dtype}, {_FP8}")
-        return cache.element_size()
-
-    def _plan(self, batch: StepBatch, options: PlanOptions) -> _PlacedPlan:
-        """The plan of this step: made for its first layer, kept for the others."""
-        placed: _PlacedPlan | None = batch.prepared.get(self.name)
-        if placed is None:
-            plan = plan_attention(
-                batch.query_start.cpu().numpy(),
-                batch.seq_lens.cpu().numpy(),
-                batch.table_start.cpu().numpy(),
-                batch.block_ids.cpu().numpy(),
-                options,
-            )
-            arrays = (plan.items, plan.merge_rows, plan.part_start, plan.part_rows)
-            # One copy to the device for all of them. The items come first, which are read 16 bytes at once.
-            flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-            flat = flat.to(batch.query_start.device, non_blocking=True)
-            items, *rest = torch.split(flat, [array.size for array in arrays])
-            placed = _PlacedPlan(plan, items.view(-1, plan.items.shape[1]), *rest)
-            batch.prepared[self.name] = placed
-        return placed
+        return self.attention(q, key_cache, value_cache, batch, scale)
 
     # ---- sampling
 
     def sample(self, logits: Tensor, sampling: SamplingRows) -> Tensor:
-        """See `pagedkv.ops.Ops.sample`."""
+        """See `pagedkv.ops.Ops.sample`. A row that cannot be sampled gives a negative number."""
         num_rows, vocab_size = logits.shape
         if logits.dtype != torch.float32 or logits.stride(1) != 1:
             given = f"{logits.dtype} with strides {logits.stride()}"
@@ -399,7 +262,7 @@ class CudaOps:
         if len(sampling.words) != num_rows:
             raise ValueError(f"rows of sampling are {len(sampling.words)}, allowed: {num_rows}, as of logits")
         # The kernel reads the arena's words as they are.
-        rows = sampling.words.contiguous().to(logits.device, non_blocking=True)
+        rows = sampling.placed
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         self._launch(
             SAMPLE,
@@ -412,74 +275,8 @@ class CudaOps:
             logits_stride=logits.stride(0),
             vocab_size=vocab_size,
         )
-        failed = torch.nonzero(tokens < 0)
-        if len(failed):
-            row = int(failed[0, 0])
-            what = "NaN somewhere" if int(tokens[row]) == _NOT_A_NUMBER else "infinite at its largest"
-            raise ValueError(f"row {row} of the logits is {what}, allowed: numbers")
         return tokens
 
     def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `pagedkv.ops.Ops.logprobs`."""
         return reference.logprobs(logits, chosen, k)
-
-    def _launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int],
-        num_threads: int,
-        shared_bytes: int,
-        **params: int | float,
-    ) -> None:
-        if 0 in grid:
-            return
-        layout = self._layouts.get(kernel.name)
-        if layout is None:
-            layout = self._layouts[kernel.name] = ParamLayout(kernel.name, self._device.sources)
-        self._device.load(kernel).launch(grid, num_threads, shared_bytes, layout.pack(**params))
-
-
-def _element(label: str, tensor: Tensor) -> str:
-    """The kernels' name of the element type."""
-    element = _ELEMENTS.get(tensor.dtype)
-    if element is None:
-        allowed = ", ".join(str(dtype) for dtype in _ELEMENTS)
-        raise ValueError(f"dtype of {label} is {tensor.dtype}, allowed: {allowed}")
-    return element
-
-
-def _row_size(label: str, tensor: Tensor) -> int:
-    """Elements of a row, which the kernels read 16 bytes at once."""
-    size, stride = tensor.shape[1], tensor.stride(0)
-    if size % 8 or stride % 8 or tensor.stride(1) != 1:
-        raise ValueError(f"{label} has rows of {size} elements {stride} apart, allowed: multiples of 8")
-    return size
-
-
-def _row_threads(size: int) -> int:
-    """Threads for a row of which each takes 8 elements at once."""
-    return min(_MAX_ROW_THREADS, -(-size // 256) * 32)
-
-
-def _check_heads(label: str, tensor: Tensor, head_dim: int) -> None:
-    """Refuses rows of heads with gaps between them; tokens may have any distance."""
-    if tensor.stride(2) != 1 or tensor.stride(1) != head_dim or tensor.stride(0) % 8 or head_dim % 16:
-        given = f"shape {list(tensor.shape)} and strides {list(tensor.stride())}"
-        raise ValueError(f"{label} has {given}, allowed: heads of a multiple of 16 elements, without gaps")
-
-
-def _cache_params(key_cache: Tensor, value_cache: Tensor) -> dict[str, int]:
-    """Addresses and strides of a layer's cache, as the kernels' parameters name them."""
-    block_size = key_cache.shape[2]
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size is {block_size}, allowed: {', '.join(map(str, BLOCK_SIZES))}")
-    if key_cache.stride() != value_cache.stride() or key_cache.stride(3) != 1:
-        raise ValueError(f"strides of value_cache are {value_cache.stride()}, allowed: those of key_cache")
-    return {
-        "key_cache": key_cache.data_ptr(),
-        "value_cache": value_cache.data_ptr(),
-        "block_stride": key_cache.stride(0),
-        "head_stride": key_cache.stride(1),
-        "slot_stride": key_cache.stride(2),
-        "block_size_log2": block_size.bit_length() - 1,
-    }

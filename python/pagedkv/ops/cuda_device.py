@@ -1,8 +1,7 @@
-"""A GPU as `pagedkv.ops.cuda` sees it: compiled kernels kept on disk, loaded and launched through CuPy.
+"""A GPU as `pagedkv.ops.device` describes one: kernels are kept on disk and launched through CuPy.
 
-CuPy is used for the driver's calls alone; memory and streams are torch's. This is the only module that
-imports it. Machine code rather than PTX is kept: a driver may be older than the compiler, and could not read
-its PTX.
+CuPy is used for the driver's calls alone; memory, streams and graphs are torch's. Only this module imports
+it. Machine code rather than PTX is kept: a driver may be older than the compiler, and could not read its PTX.
 """
 
 import ctypes
@@ -10,12 +9,13 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from pagedkv import _core
@@ -36,8 +36,11 @@ DEFAULT_SHARED_BYTES = 48 << 10
 class GpuKernel:
     """A kernel in the memory of a GPU."""
 
-    def __init__(self, driver: Any, module: Any, name: str, max_shared_bytes: int) -> None:
+    def __init__(
+        self, driver: Any, module: Any, name: str, max_shared_bytes: int, device: torch.device
+    ) -> None:
         self._driver = driver
+        self._device = device
         self._module = module  # The driver unloads it with the last reference.
         self._function = module.get_function(name).ptr
         driver.funcSetAttribute(
@@ -48,29 +51,31 @@ class GpuKernel:
         """Starts a grid on torch's current stream. The driver copies the parameters before it returns."""
         buffer = (ctypes.c_char * len(params)).from_buffer(params)
         pointers = ctypes.c_void_p(ctypes.addressof(buffer))
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         self._driver.launchKernel(
             self._function, *grid, 1, num_threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
         )
 
 
 class Gpu:
-    """torch's current GPU.
+    """One GPU, by torch's number of it.
 
     Attributes:
+        torch_device: the GPU as torch names it.
         arch: what the kernels are compiled for, "sm_90" for instance.
         capacity: blocks of an attention kernel that run at once.
         sources: the sources that are compiled.
     """
 
-    def __init__(self, cache_dir: Path | None = None) -> None:
-        """Looks at the GPU; kernels are loaded when they are first needed, or by `prepare`.
+    def __init__(self, device: torch.device, cache_dir: Path | None = None) -> None:
+        """Looks at a GPU; kernels are loaded when they are first needed, or by `prepare`.
 
         Args:
+            device: Which one, with its number.
             cache_dir: Where machine code is kept; by default the user's directory for caches.
 
         Raises:
-            BackendUnavailable: The GPU is too old, or CuPy cannot be imported.
+            BackendUnavailable: There is no such GPU, it is too old, or CuPy cannot be imported.
         """
         try:
             from cupy.cuda.function import Module
@@ -80,12 +85,16 @@ class Gpu:
                 f"CuPy loads the CUDA kernels, and cannot be imported ({error}); pip install pagedkv[cuda13] "
                 "(or cuda12, as torch is)"
             ) from error
-        capability = torch.cuda.get_device_capability()
+        num_devices = torch.cuda.device_count()
+        if device.index >= num_devices:
+            raise BackendUnavailable(f"device is {device}, allowed: cuda:0 to cuda:{num_devices - 1}")
+        capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             raise BackendUnavailable(
                 f"the GPU has compute capability {capability[0]}.{capability[1]}, allowed: 8.0 and newer"
             )
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(device)
+        self.torch_device = device
         self.arch = f"sm_{capability[0]}{capability[1]}"
         self.capacity = BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
         self.sources: Mapping[str, str] = _core.cuda_sources()
@@ -93,6 +102,7 @@ class Gpu:
         self._cache = KernelCache(cache_dir or kernel_cache_dir(), self.sources, self.arch)
         self._driver, self._module_type = driver, Module
         self._loaded: dict[Kernel, GpuKernel] = {}
+        self._graph_memory: Any = None
 
     def load(self, kernel: Kernel) -> GpuKernel:
         """Loads a kernel, unless it was loaded before; compiles it unless it is kept on disk."""
@@ -100,7 +110,7 @@ class Gpu:
         if loaded is None:
             module = self._module_type()
             module.load(self._cache.cubin(kernel))
-            loaded = GpuKernel(self._driver, module, kernel.name, self._max_shared_bytes)
+            loaded = GpuKernel(self._driver, module, kernel.name, self._max_shared_bytes, self.torch_device)
             self._loaded[kernel] = loaded
         return loaded
 
@@ -110,6 +120,69 @@ class Gpu:
         self._cache.fill(wanted)
         for kernel in wanted:
             self.load(kernel)
+
+    def active(self) -> torch.cuda.device:
+        """See `pagedkv.ops.device.Device.active`. Each thread has a current device of its own."""
+        return torch.cuda.device(self.torch_device)
+
+    def pinned(self, num_words: int) -> Tensor:
+        """See `pagedkv.ops.device.Device.pinned`."""
+        return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+
+    def upload(self, source: Tensor, target: Tensor) -> "CopyEvent":
+        """See `pagedkv.ops.device.Device.upload`."""
+        target.copy_(source, non_blocking=True)
+        return CopyEvent()
+
+    def download(self, source: Tensor) -> tuple[Tensor, "CopyEvent"]:
+        """See `pagedkv.ops.device.Device.download`."""
+        # torch keeps pinned memory that was given back, and reuses it once the copies to it are done.
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        target.copy_(source, non_blocking=True)
+        return target, CopyEvent()
+
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """See `pagedkv.ops.device.Device.capture`."""
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate meanwhile, which only a capture that looks at its own thread allows.
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+    def memory(self) -> tuple[int, int]:
+        """See `pagedkv.ops.device.Device.memory`."""
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.torch_device)
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """See `pagedkv.ops.device.Device.peak_bytes`."""
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_reserved(self.torch_device)
+        work()
+        torch.cuda.synchronize(self.torch_device)
+        # What is reserved includes the gaps between tensors, for which there must be room too.
+        return torch.cuda.max_memory_reserved(self.torch_device) - before
+
+    def probe(self) -> None:
+        """See `pagedkv.ops.device.Device.probe`. A GPU that met an illegal access computes no more."""
+        torch.ones(8, device=self.torch_device).sum().item()
+
+
+class CopyEvent:
+    """The end of what the current stream was given so far."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        """See `pagedkv.ops.device.Event.wait`."""
+        self._event.synchronize()
 
 
 class KernelCache:

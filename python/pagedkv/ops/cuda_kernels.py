@@ -183,12 +183,16 @@ def all_kernels() -> Iterator[Kernel]:
     yield SAMPLE
 
 
-def model_kernels(element: str, head_dim: int, *, swizzled: bool = False) -> Iterator[Kernel]:
-    """What a model needs whose cache has the type of its weights."""
-    narrow_name = "attention_bulk" if swizzled else "attention"
-    yield narrow_shape(head_dim, 2).kernel(narrow_name, element, head_dim, 2, swizzled=swizzled)
-    yield wide_shape(head_dim).kernel("attention", element, head_dim, 2, swizzled=swizzled)
-    yield rope_cache_kernel(element, 2, swizzled=swizzled)
+def model_kernels(
+    element: str, head_dim: int, stored_bytes: int, *, swizzled: bool = False
+) -> Iterator[Kernel]:
+    """What a model needs whose cache has elements of so many bytes."""
+    wide_name = "attention_fp8" if stored_bytes == 1 else "attention"
+    narrow_name = "attention_bulk" if swizzled else wide_name
+    narrow, wide = narrow_shape(head_dim, stored_bytes), wide_shape(head_dim)
+    yield narrow.kernel(narrow_name, element, head_dim, stored_bytes, swizzled=swizzled)
+    yield wide.kernel(wide_name, element, head_dim, stored_bytes, swizzled=swizzled)
+    yield rope_cache_kernel(element, stored_bytes, swizzled=swizzled)
     for name in ROW_KERNELS:
         yield row_kernel(name, element)
     yield COPY_BLOCKS

@@ -102,6 +102,12 @@ def plan_attention(
     return _divide(_concatenate(tiles), options)
 
 
+def empty_plan() -> AttentionPlan:
+    """The plan of a step without tokens."""
+    none = np.zeros(0, dtype=np.int32)
+    return AttentionPlan(none.reshape(0, ITEM_WORDS), 0, none, np.zeros(1, dtype=np.int32), none, 0)
+
+
 def shared_prefixes(
     num_tokens: Ints, seq_lens: Ints, table_start: Ints, block_ids: Ints, options: PlanOptions
 ) -> list[SharedPrefix]:
@@ -128,6 +134,22 @@ def shared_prefixes(
                 found.append(SharedPrefix(begin, end - begin, shared * options.block_size))
         begin = end
     return found
+
+
+def most_tiles(num_decodes: int, options: PlanOptions) -> tuple[int, int]:
+    """The most tiles, wide and narrow ones, of a step in which so many sequences decode.
+
+    They are counted before their keys are divided, which makes at most as many of all of them as run at once.
+    """
+    num_rows = num_decodes * options.group_size
+    has_wide_rows = options.group_size > 2 * options.narrow_rows
+    own = num_decodes * -(
+        -options.group_size // (options.wide_rows if has_wide_rows else options.narrow_rows)
+    )
+    num_prefixes = num_decodes // MIN_SHARED_SEQUENCES
+    wide = num_rows // options.wide_rows + num_prefixes if num_prefixes else 0
+    narrow = num_prefixes if MIN_SHARED_SEQUENCES * options.group_size <= options.narrow_rows else 0
+    return (own + wide, narrow) if has_wide_rows else (wide, own + narrow)
 
 
 def _own_tiles(query_start: Ints, seq_lens: Ints, kv_begin: Ints, options: PlanOptions) -> _Tiles:

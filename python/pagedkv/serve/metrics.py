@@ -40,6 +40,7 @@ _COUNTERS: Final = {
     "prompt_tokens_cached": ("prefix_hits", "Prompt tokens whose keys and values were found in the cache."),
     "generation_tokens": ("generation_tokens", "Tokens generated."),
     "discarded_tokens": ("discarded_tokens", "Of those, tokens beyond a stop string, which no answer holds."),
+    "void_rows": ("void_rows", "Rows sampled ahead for answers that ended in the step before."),
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
     "num_preemptions": ("preemptions", "Sequences that gave their blocks back before they were done."),
