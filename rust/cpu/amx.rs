@@ -93,7 +93,8 @@ mod instructions {
         pub(in crate::cpu) fn detect() -> Option<Self> {
             static FOUND: OnceLock<bool> = OnceLock::new();
             let found = *FOUND.get_or_init(|| {
-                let vectors = has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512bf16");
+                let vectors = has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+                let vectors = vectors && has!("avx512bf16");
                 let tiles = __cpuid_count(7, 0).edx & CPUID_BITS == CPUID_BITS;
                 vectors && tiles && permitted()
             });

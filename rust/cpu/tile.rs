@@ -160,7 +160,7 @@ impl Tile<'_> {
         if let Some(amx) = tile_amx::suits(simd, &self.query, &self.key_cache) {
             // SAFETY: passed on.
             return unsafe {
-                tile_amx::compute_split(amx, self, &mut scratch.matrices, prefetch, split, partial)
+                tile_amx::compute_split(amx, self, &mut scratch.matrices, prefetch, split, partial);
             };
         }
         let (rows, row_len) = (self.num_rows(), partial_row_len(self.head_dim()));

@@ -169,7 +169,7 @@ pub(super) unsafe fn compute_split(
             tile,
             matrices,
             prefetch,
-            split,
+            idx: split,
             num_keys,
         };
         match rows_at_a_time(tile) {
@@ -217,7 +217,7 @@ unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: Range<usize>) -> 
         #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
         let row = unsafe { std::slice::from_raw_parts(row.cast::<u16>(), tile.head_dim()) };
         row.iter()
-            .fold(all, |all, bits| all & (bits & EXPONENT != EXPONENT))
+            .fold(all, |all, bits| all && bits & EXPONENT != EXPONENT)
     })
 }
 
@@ -227,7 +227,8 @@ struct Split<'k, 'a, 'p> {
     tile: &'k Tile<'a>,
     matrices: &'k mut Matrices,
     prefetch: &'k mut Prefetch<'p>,
-    split: usize,
+    /// Its number.
+    idx: usize,
     /// Positions of it that the tile sees.
     num_keys: usize,
 }
@@ -247,7 +248,7 @@ impl Split<'_, '_, '_> {
         for (group, partial) in partial.chunks_mut(R * row_len).enumerate() {
             let first = group * R;
             let count = R.min(num_rows - first);
-            let num_keys = self.tile.visible(first + count - 1, self.split);
+            let num_keys = self.tile.visible(first + count - 1, self.idx);
             if num_keys == 0 {
                 for row in partial.chunks_exact_mut(row_len) {
                     row[width + 1] = 0.0;
@@ -257,7 +258,7 @@ impl Split<'_, '_, '_> {
             // SAFETY: passed on.
             unsafe { self.score::<R>(group, num_keys) };
             let visible: [usize; R] =
-                std::array::from_fn(|row| self.tile.visible(first + row.min(count - 1), self.split));
+                std::array::from_fn(|row| self.tile.visible(first + row.min(count - 1), self.idx));
             let padded = num_keys.next_multiple_of(DEPTH);
             let largest = soften::<R>(
                 self.matrices.scores.slice(0..padded * R),
@@ -287,7 +288,7 @@ impl Split<'_, '_, '_> {
             let mut keys = [std::ptr::null(); NUM_SUMS];
             for (idx, keys) in keys.iter_mut().enumerate() {
                 // Behind the last group its scores are computed again, where nobody reads them.
-                let position = self.split * SPLIT_LEN + (first + idx).min(last) * TILE_LEN;
+                let position = self.idx * SPLIT_LEN + (first + idx).min(last) * TILE_LEN;
                 *keys = sixteen_slots(tile, cache, position);
             }
             let mut to_fetch = match group {
@@ -431,7 +432,7 @@ impl Split<'_, '_, '_> {
         {
             let count = positions.end.saturating_sub(first).min(TILE_LEN);
             let slots = if count > 0 {
-                sixteen_slots(tile, cache, self.split * SPLIT_LEN + first)
+                sixteen_slots(tile, cache, self.idx * SPLIT_LEN + first)
             } else {
                 std::ptr::null()
             };
