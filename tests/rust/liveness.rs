@@ -230,7 +230,10 @@ fn run(overlap: bool) {
     simulator.assert_empty();
     let stats = simulator.scheduler.edge().stats();
     assert!(stats.preemptions > num_steps / 1000 && stats.evictions > num_steps / 100);
-    assert!(stats.swapped_in_tokens > num_steps / 100 && stats.recomputed_tokens > num_steps / 100);
+    assert!(
+        stats.swapped_in_tokens > num_steps / 1000 && stats.recomputed_tokens > num_steps / 1000,
+        "some are brought back, and others computed again: {stats:?}"
+    );
     assert_eq!((stats.blocks_pinned, stats.blocks_promised), (0, 0));
     assert!(num_kept > num_steps / 200, "{num_kept} requests left a hold");
     assert!(
