@@ -79,8 +79,7 @@ async def test_tokens_beyond_a_stop_string_are_dropped_when_the_loop_is_late(llm
     assert {answer.finish_reason for answer in truth} == {"stop"}
     assert len({len(answer.token_ids) for answer in truth}) > 1
     stream = llm.submit("the cat", params)
-    await anext(stream)
-    # The engine goes on while the loop is busy, and the news of many steps arrive together.
+    # The engine computes while the loop is busy, and the news of many steps arrive together.
     time.sleep(0.3)
     output = await last(stream)
     for answer, expected_answer in zip(output.outputs, truth, strict=True):

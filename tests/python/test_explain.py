@@ -1,5 +1,6 @@
 """Why did it miss? Every verdict, through Python and through HTTP, and who may ask."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -79,7 +80,20 @@ def test_without_a_cache_it_is_bypassed(checkpoint: Checkpoint) -> None:
     assert explained(llm, PROMPT).verdict == "bypassed"
 
 
-async def test_what_runs_is_not_computed_yet(async_llm: AsyncLLM) -> None:
+def slow_steps(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has steps take so long that a request of many tokens still runs when the next one arrives."""
+    runner = llm._thread._engine.runner
+    launch = runner.launch
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.005)
+        return launch(*arguments)
+
+    monkeypatch.setattr(runner, "launch", slow)
+
+
+async def test_what_runs_is_not_computed_yet(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(async_llm, monkeypatch)
     stream = async_llm.submit(PROMPT, LONG, "first")
     await anext(stream)
     async for _ in async_llm.generate(PROMPT, SHORT, "second"):
@@ -175,8 +189,14 @@ async def test_verdicts_over_http(checkpoint: Checkpoint) -> None:
         assert "cache_explanation" not in first
 
 
-async def test_what_runs_is_not_computed_yet_over_http(checkpoint: Checkpoint) -> None:
-    async with served(checkpoint, num_blocks=40, max_model_len=512) as client:
+async def test_what_runs_is_not_computed_yet_over_http(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        async_engine(checkpoint, num_blocks=40, max_model_len=512) as engine,
+        serving(engine, keeps_engine=True) as client,
+    ):
+        slow_steps(engine, monkeypatch)
         body = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
         running = await client.post(COMPLETIONS, json=body)
         await running.content.readline()
@@ -184,6 +204,7 @@ async def test_what_runs_is_not_computed_yet_over_http(checkpoint: Checkpoint) -
         assert second["cache_explanation"]["verdict"] == "not_computed_yet"
         assert second["cache_explanation"]["cached_tokens"] == 48
         running.close()
+        await at_rest(engine)
 
 
 async def test_streams_and_several_prompts(checkpoint: Checkpoint) -> None:

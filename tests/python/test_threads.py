@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def pool_threads() -> int:
     """Threads of this process that belong to the pool of the kernels; they are named so."""
-    names = [(task / "comm").read_text() for task in Path(f"/proc/{os.getpid()}/task").iterdir()]
-    return sum(name.startswith("pagedkv-cpu") for name in names)
+    num_threads = 0
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with suppress(OSError):  # A thread may have ended since it was listed.
+            num_threads += (task / "comm").read_text().startswith("pagedkv-cpu")
+    return num_threads
 
 
 def cpu_seconds(works: list[Callable[[], object]], *, at_once: bool) -> float:
