@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from pagedkv.batch import SamplingRows, StepBatch, section_table
+from pagedkv.batch import TABLE_COLUMNS, SamplingRows, StepBatch, section_table
 from pagedkv.ops.cuda_attention import WORK_LIST, plan_sections
 from pagedkv.ops.cuda_plan import AttentionPlan, PlanOptions, empty_plan
 from pagedkv.ops.cuda_work_list import WorkListLayout
@@ -42,7 +42,7 @@ _SECTIONS: Final = (
     ("slot_mapping", 1, 0, -1),
     ("seq_lens", 1, 0, 0),
     ("sample_rows", 1, 0, 0),
-    ("sampling", 9, 0, 0),
+    ("sampling", TABLE_COLUMNS["sampling"], 0, 0),
     ("query_start", 1, 1, None),
     ("table_start", 1, 1, None),
 )

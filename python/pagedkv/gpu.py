@@ -17,7 +17,7 @@ from pagedkv.models import LoadedModel
 from pagedkv.models.rope import table_bytes
 from pagedkv.ops import Ops, choose
 from pagedkv.ops.cuda import CudaOps
-from pagedkv.ops.cuda_kernels import BULK_HEAD_DIMS, MIN_BULK_ARCH
+from pagedkv.ops.cuda_kernels import BLOCK_SIZES, BULK_HEAD_DIMS, MIN_BULK_ARCH
 from pagedkv.ops.cuda_launch import FP8
 from pagedkv.plan import blocks_for, format_bytes, gpu_budget
 from pagedkv.runner import ModelRunner
@@ -54,6 +54,9 @@ def cache_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:
 def prepare(config: EngineConfig, model: LoadedModel, ops: CudaOps) -> None:
     """Compiles and loads the kernels that a model needs. Raises ValueError where they cannot compute it."""
     head_dim = model.config.head_dim
+    if config.block_size not in BLOCK_SIZES:
+        allowed = ", ".join(map(str, BLOCK_SIZES))
+        raise ValueError(f"block_size is {config.block_size}, allowed on a GPU: {allowed}")
     if config.bulk_attention:
         if int(ops.device.arch.removeprefix("sm_")) < MIN_BULK_ARCH:
             raise ValueError(

@@ -7,6 +7,7 @@ Called once by `LLM` and `AsyncLLM`. What was chosen, and what had to be cut, is
 import logging
 import secrets
 import sys
+from typing import Final
 
 import torch
 
@@ -37,6 +38,10 @@ from pagedkv.swap_costs import measure
 from pagedkv.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagedkv")
+
+# A plan fits what is free, but limits that it cannot see (ulimit -v) or another process may be in the way.
+# numpy, which gives the memory on a CPU, says so by a MemoryError; torch by a RuntimeError of several lines.
+_NO_MEMORY: Final = (MemoryError, RuntimeError)
 
 
 def load(config: EngineConfig) -> tuple[Engine, Front]:
@@ -187,13 +192,10 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
             device,
             poison=poison_requested(),
         )
-    except RuntimeError as error:
-        # The plan fits what is free, but limits that it cannot see (ulimit -v) or another process may be in
-        # the way. torch says so by a RuntimeError, or by a subclass on a GPU, over several lines.
-        first_line = str(error).partition("\n")[0]
+    except _NO_MEMORY as error:
         raise ValueError(
             f"{plan.num_blocks} blocks of {config.block_size} tokens cannot be allocated, choose fewer with "
-            f"num_blocks or kv_memory: {first_line}"
+            f"num_blocks or kv_memory: {_first_line(error)}"
         ) from error
 
 
@@ -212,11 +214,10 @@ def _make_swap(config: EngineConfig, kv_cache: KVCache) -> HostSwap | None:
         return None
     try:
         host_cache = HostCache(kv_cache, num_blocks, poison=poison_requested())
-    except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
+    except _NO_MEMORY as error:
         raise ValueError(
             f"{format_bytes(num_blocks * per_block)} of host memory cannot be had for preempted sequences, "
-            f"choose less with swap_space: {first_line}"
+            f"choose less with swap_space: {_first_line(error)}"
         ) from error
     logger.info(
         "%s of host memory hold %d blocks of preempted sequences",
@@ -224,3 +225,8 @@ def _make_swap(config: EngineConfig, kv_cache: KVCache) -> HostSwap | None:
         num_blocks,
     )
     return HostSwap(kv_cache, host_cache)
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the stack that torch adds."""
+    return str(error).partition("\n")[0]

@@ -190,13 +190,14 @@ class ModelRunner:
         All that comes first: a block that is written in this step may be the source of a copy or a move.
         """
         num_out, num_in = header.num_swaps_out, header.num_swaps_in
-        if self._swap is not None and num_out + num_in:
+        if num_out + num_in:
+            assert self._swap is not None, "a core without host memory moves nothing"
             swaps = arena_section(arena, "swaps")
             pairs = self.stage.send(torch.from_numpy(swaps[:, 1:].ravel())).view(-1, 2)
             self._swap.start(self.ops, pairs[:num_out], pairs[num_out:])
         if header.num_copies:
             self.ops.copy_blocks(self.kv_cache.layers, copies)
-        if self._swap is not None and num_in:
+        if self._swap is not None:
             self._swap.finish(self.ops)
 
     def probe(self) -> None:
@@ -237,7 +238,9 @@ class ModelRunner:
         if not samples:
             return logits, None
         tokens = self.ops.sample(logits, batch.sampling)
-        self._sampled[: len(tokens)].copy_(tokens)
+        # A row that could not be sampled is a negative number, which nobody has seen yet when the next step
+        # reads it. That must find a token, or its failure would cost more than the requests of this step.
+        torch.clamp(tokens, min=0, out=self._sampled[: len(tokens)])
         return logits, tokens
 
     def _launched(

@@ -27,8 +27,9 @@ impl Scheduler {
         let was_in_flight = sequence.is_in_flight();
         self.vacate(idx, was_in_flight);
         self.queues.remove(sequence.tenant, sequence.key);
-        // A step that failed may not have made the copy that the tail begins with.
+        // A step that failed may not have made the copy that the tail begins with, and one in flight may still fail.
         if reason != FinishReason::Error
+            && !self.is_tail_awaited(&sequence)
             && let Some(table) = sequence.table.as_mut()
         {
             table.publish_tail(&mut self.pool, &sequence.tokens, sequence.num_computed);

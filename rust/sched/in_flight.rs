@@ -16,7 +16,8 @@ use super::request::CachePriority;
 use super::scheduler::Scheduler;
 use super::sequence::Sequence;
 use super::slab::SeqIdx;
-use super::step::ROW_WORDS;
+use super::step::{ROW_WORDS, StepHeader};
+use super::swap::Direction;
 
 /// Steps that may be in flight at once.
 pub(super) const MAX_STEPS: usize = 2;
@@ -30,6 +31,8 @@ pub(super) struct StepInFlight {
     pub(super) rows: Vec<[i32; ROW_WORDS]>,
     /// The arena's section `beams`.
     pub(super) beams: Vec<(u32, u32)>,
+    /// Blocks that its copies and its moves from host memory fill: before that, nobody may find them.
+    filled: Vec<BlockId>,
     fences: Vec<Fence>,
     /// Places of sequences that ended meanwhile: a part that names one is void, so nobody else may be there yet.
     vacated: Vec<SeqIdx>,
@@ -52,6 +55,7 @@ impl StepInFlight {
         self.parts.clear();
         self.rows.clear();
         self.beams.clear();
+        self.filled.clear();
     }
 }
 
@@ -112,6 +116,33 @@ impl Scheduler {
     /// The number of the oldest step in flight, or of the one that is being built.
     pub(super) fn oldest_step(&self) -> u64 {
         self.steps.oldest().map_or(self.step_id, |step| step.id)
+    }
+
+    /// Puts the step that was built in flight, if it computes anything.
+    pub(super) fn give_out(&mut self, header: &StepHeader) -> bool {
+        if header.num_tokens == 0 {
+            self.forget_swaps(header.step_id);
+            self.pool.cancel_step();
+            return false;
+        }
+        let mut step = std::mem::take(&mut self.building);
+        step.id = header.step_id;
+        step.filled.extend(self.copies.iter().map(|&(_, copy)| copy));
+        let incoming = self
+            .swaps
+            .iter()
+            .filter(|swap| swap.direction == Direction::FromHost);
+        step.filled.extend(incoming.map(|swap| swap.device));
+        self.building = self.steps.push(step);
+        true
+    }
+
+    /// Whether a step in flight has yet to fill the block that a sequence's computed tokens end in. If that step fails,
+    /// the block does not hold them.
+    pub(super) fn is_tail_awaited(&self, sequence: &Sequence) -> bool {
+        let table = sequence.table.as_ref().map_or(&[][..], BlockTable::blocks);
+        let tail = table.get((sequence.num_computed / self.config.block_size) as usize);
+        tail.is_some_and(|tail| self.steps.iter().any(|step| step.filled.contains(tail)))
     }
 
     /// Ends a step whose result was taken, or that failed: what only it still held is free.

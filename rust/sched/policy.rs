@@ -1,6 +1,5 @@
 //! The scheduler's choices, as functions of numbers alone: how much room running sequences are left to grow, who is
-//! served next, when a wait has been long enough, who gives up blocks, and whether
-//! these are moved or computed again.
+//! served next, when a wait has been long enough, who gives up blocks, and whether these are moved or computed again.
 
 use crate::config::HostTier;
 

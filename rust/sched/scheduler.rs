@@ -335,19 +335,6 @@ impl Scheduler {
         self.building.parts.push(part);
     }
 
-    /// Puts the step that was built in flight, if it computes anything.
-    fn give_out(&mut self, header: &StepHeader) -> bool {
-        if header.num_tokens == 0 {
-            self.forget_swaps(header.step_id);
-            self.pool.cancel_step();
-            return false;
-        }
-        let mut step = std::mem::take(&mut self.building);
-        step.id = header.step_id;
-        self.building = self.steps.push(step);
-        true
-    }
-
     fn write(&mut self, arena: &mut [i32], num_decodes: u32) -> StepHeader {
         let num_ended = self.ended.len().min(MAX_ENDED_PER_STEP);
         let count = |len: usize| u32::try_from(len).expect("step counts fit");

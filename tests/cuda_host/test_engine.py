@@ -1,10 +1,12 @@
 """A tiny model through the whole engine, its operations by the CUDA kernels that the CPU executes."""
 
 import pytest
+import torch
 
 from host_device import HostDevice
 from pagedkv import LLM, SamplingParams, gpu, loading
 from pagedkv.batch import arena_section
+from pagedkv.errors import RequestFailed
 from pagedkv.ops import choose
 from pagedkv.ops.cuda import CudaOps
 from tiny_llm import EOS, GREEDY, Checkpoint, assert_at_rest, sampled, texts
@@ -135,3 +137,29 @@ def test_tokens_are_taken_from_the_step_before(checkpoint, monkeypatch, backend)
     llm.reset_prefix_cache()
     assert texts(llm.generate(prompts(checkpoint)[:2], params, use_tqdm=False)) == expected
     assert num_taken > 10
+
+
+def test_a_row_that_cannot_be_sampled_is_a_token_to_the_next_step(checkpoint, monkeypatch):
+    """The device reads it before the host has seen it; what is no token there would end the device."""
+    ops = CudaOps(HostDevice())
+    llm = engine(checkpoint, monkeypatch, ops, overlap=True, cuda_graphs=False)
+    sample, model, num_calls, least = ops.sample, llm._engine.runner.model, 0, []
+
+    def broken(logits, sampling):
+        nonlocal num_calls
+        num_calls += 1
+        tokens = sample(logits, sampling)
+        return torch.full_like(tokens, -1) if num_calls == 3 else tokens
+
+    def watched(batch, *rest):
+        least.append(int(batch.token_ids.min()))
+        return model(batch, *rest)
+
+    monkeypatch.setattr(ops, "sample", broken)
+    monkeypatch.setattr(llm._engine.runner, "model", watched)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with pytest.raises(RequestFailed, match="row 0 of the logits is NaN somewhere"):
+        llm.generate(prompts(checkpoint)[2:3], params, use_tqdm=False)
+    assert len(least) == 4
+    assert min(least) >= 0
+    assert_at_rest(llm)

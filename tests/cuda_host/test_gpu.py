@@ -97,6 +97,11 @@ def test_options_of_a_gpu_are_refused_on_a_cpu(options):
         gpu.choose_ops(EngineConfig(**options), torch.device("cpu"))
 
 
+def test_blocks_that_the_kernels_cannot_read_are_refused_at_start(checkpoint, monkeypatch):  # noqa: F811
+    with pytest.raises(ValueError, match=r"^block_size is 4, allowed on a GPU: 8, 16, 32, 64, 128, 256$"):
+        engine(checkpoint, monkeypatch, CudaOps(HostDevice()), block_size=4, cuda_graphs=False)
+
+
 @pytest.mark.parametrize(
     ("arch", "changes", "message"),
     [

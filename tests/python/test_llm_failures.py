@@ -41,13 +41,16 @@ def test_a_fork_says_that_it_cannot_compute(checkpoint):
     assert done.stdout == "the engine was loaded before a fork; load it in the process that uses it"
 
 
-def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeypatch):
-    llm = LLM(**checkpoint.options)
+@pytest.mark.parametrize(
+    ("overlap", "fails_at"), [(False, 3), (True, 1), (True, 2), (True, 3), (True, 4), (True, 9)]
+)
+def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeypatch, overlap, fails_at):
+    llm = LLM(**checkpoint.options, overlap=overlap)
     forward, calls = llm._engine.runner.launch, []
 
     def broken(header, arena):
         calls.append(header.step_id)
-        if len(calls) == 3:
+        if len(calls) == fails_at:
             raise ArithmeticError("a bad step")
         return forward(header, arena)
 

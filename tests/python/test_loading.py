@@ -70,9 +70,10 @@ def test_positions_beyond_the_memory_are_refused(monkeypatch, checkpoint):
         LLM(**checkpoint.options | {"num_blocks": 512, "max_model_len": None})
 
 
-def test_memory_that_cannot_be_had_is_one_line(monkeypatch, checkpoint):
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_memory_that_cannot_be_had_is_one_line(monkeypatch, checkpoint, error):
     def fail(*_arguments, **_options):
-        raise RuntimeError("no room\nException raised from somewhere")
+        raise error("no room\nException raised from somewhere")
 
     monkeypatch.setattr(loading, "KVCache", fail)
     with pytest.raises(ValueError, match=r"^400 blocks of 16 tokens cannot be allocated, .*: no room$"):

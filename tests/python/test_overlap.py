@@ -110,25 +110,6 @@ def test_answers_survive_a_cache_that_is_too_small(checkpoint, llm, expected):
     assert outputs[True] == outputs[False] == texts(llm.generate(prompts, GREEDY, use_tqdm=False))
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 9])
-def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeypatch, fails_at):
-    llm = LLM(**checkpoint.options, overlap=True)
-    launch, calls = llm._engine.runner.launch, []
-
-    def broken(header, arena):
-        calls.append(header.step_id)
-        if len(calls) == fails_at:
-            raise ArithmeticError("a bad step")
-        return launch(header, arena)
-
-    monkeypatch.setattr(llm._engine.runner, "launch", broken)
-    with pytest.raises(RequestFailed, match="ArithmeticError: a bad step") as failure:
-        llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
-    assert isinstance(failure.value.__cause__, ArithmeticError)
-    assert_at_rest(llm)
-    check_all(llm, expected)
-
-
 @pytest.mark.parametrize("call", ["launch", "result"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
 def test_a_failure_anywhere_leaves_the_engine_usable(checkpoint, expected, monkeypatch, call, error):

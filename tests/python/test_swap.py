@@ -103,11 +103,12 @@ def test_space_that_does_not_fit_is_refused(
         LLM(**checkpoint.options, swap_space=swap_space)
 
 
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_space_that_cannot_be_had_is_one_line(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def fail(*_arguments: Any, **_options: Any) -> None:
-        raise RuntimeError("no pages\nException raised from somewhere")
+        raise error("no pages\nException raised from somewhere")
 
     monkeypatch.setattr(loading, "HostCache", fail)
     with pytest.raises(ValueError, match=r"^20\.00 KiB of host memory cannot be had .*: no pages$"):

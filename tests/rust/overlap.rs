@@ -424,3 +424,25 @@ fn an_aborted_search_leaves_the_other_one_alone() {
     let left = simulator.scheduler.sequences();
     assert!(left.len() == 2 && left.iter().all(|beam| beam.request == ids[1]));
 }
+
+/// A copy that a step in flight is to make is found by nobody: the step may fail before.
+#[test]
+fn a_tail_that_a_step_in_flight_copies_is_not_published() {
+    let mut simulator = Simulator::new(config(20, 4));
+    let params = SamplingParams { n: 2, ..steadily(9) };
+    let id = simulator.submit(&prompt(0, 6), &params);
+    simulator.step().unwrap();
+    assert_eq!(schedule(&mut simulator).unwrap().num_copies, 1);
+    simulator.scheduler.edge().abort(id);
+    // Heard by a command, before the step has failed.
+    let session = key(HoldKind::Session, b"", "s");
+    assert!(simulator.scheduler.hold(&session).is_err());
+    simulator.scheduler.fail_step().unwrap();
+    let longer = prompt(0, 7);
+    let again = simulator.submit(&longer, &steadily(4));
+    simulator.run(20);
+    simulator.assert_complete((again, 0), &longer, &steadily(4));
+    // The other sample's tail, which was computed before, is as good as ever.
+    assert_eq!(simulator.cached[&again], 6);
+    simulator.assert_empty();
+}
