@@ -41,7 +41,8 @@ _UNITS: Final = {
     "TIB": 2**40,
 }
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# torch refuses leading zeros in its own words, and wraps large numbers: its cuda:300 is cuda:44.
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -209,8 +210,10 @@ class EngineConfig:
 
     @property
     def swap_bytes(self) -> int | None:
-        """swap_space as a number of bytes."""
-        return None if self.swap_space is None else int(self.swap_space * 2**30)
+        """swap_space as a number of bytes, which is 0 for 0 alone: less than a block is refused, not off."""
+        if not self.swap_space:
+            return None if self.swap_space is None else 0
+        return max(1, int(self.swap_space * 2**30))
 
     @property
     def named_tenants(self) -> tuple[Tenant, ...]:

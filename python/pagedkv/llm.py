@@ -1,5 +1,6 @@
 """`LLM`: a model in this process, for work that is there as a whole. It steps the engine itself."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -26,13 +27,17 @@ T = TypeVar("T")
 
 
 class LLM(BaseLLM, CacheControl):
-    """Generates answers to lists of prompts. Not thread-safe; `AsyncLLM` serves requests as they come.
+    """Generates answers to lists of prompts. `AsyncLLM` serves requests as they come.
+
+    Calls from several threads run one after another.
 
     The arguments are the fields of `EngineConfig`, which says what they mean and allow.
     """
 
     def _start(self, engine: Engine) -> None:
         self._engine = engine
+        # Whoever steps the engine takes the events of all requests, so only one call may be at it.
+        self._turn = threading.RLock()
 
     def generate(
         self,
@@ -157,22 +162,29 @@ class LLM(BaseLLM, CacheControl):
         None for an id that no output had, or had too long ago: the last 1024 are known.
         """
         core_id = self._front.names.find(b"", request_id)
-        return None if core_id is None else self._explain(self._engine.core, core_id, b"")
+        if core_id is None:
+            return None
+        with self._turn:
+            return self._explain(self._engine.core, core_id, b"")
 
     def tenant_stats(self) -> dict[str, dict[str, int]]:
         """What every named tenant did and has, and under "other" all that were not named."""
-        return self._tenant_stats(self._engine.core)
+        with self._turn:
+            return self._tenant_stats(self._engine.core)
 
     def snapshot(self) -> dict[str, Any]:
         """A consistent picture of the cache."""
-        return self._engine.core.snapshot()
+        with self._turn:
+            return self._engine.core.snapshot()
 
     def check_invariants(self) -> None:
         """Raises RuntimeError naming the first rule of the cache that does not hold."""
-        self._engine.core.check_invariants()
+        with self._turn:
+            self._engine.core.check_invariants()
 
     def _ask(self, question: Callable[[Core], T]) -> T:
-        return self._engine.ask(question)
+        with self._turn:
+            return self._engine.ask(question)
 
     def _generate_kept(self, keeping: Keeping) -> None:
         self._run_kept(keeping, use_tqdm=False)
@@ -189,6 +201,10 @@ class LLM(BaseLLM, CacheControl):
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestState]:
         self._engine.require_own_process()
+        with self._turn:
+            return self._run_alone(requests, use_tqdm=use_tqdm)
+
+    def _run_alone(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestState]:
         waiting = deque(requests)
         states: list[RequestState] = []
         streams = self._front.streams

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -118,3 +119,20 @@ def test_an_interrupt_between_steps_leaves_the_engine_usable(checkpoint, expecte
             llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
     assert_at_rest(llm)
     check_all(llm, expected)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_calls_from_several_threads_take_turns(checkpoint, expected, overlap):
+    llm = LLM(**checkpoint.options, overlap=overlap)
+    with ThreadPoolExecutor(3) as threads:
+        calls = [
+            threads.submit(llm.generate, [one.prompt], GREEDY, use_tqdm=False)
+            for _ in range(3)
+            for one in expected
+        ]
+        calls += [threads.submit(llm.pin, expected[0].prompt) for _ in range(3)]
+        for call, one in zip(calls, expected * 3, strict=False):
+            one.check(call.result()[0].outputs[0])
+        for call in calls[-3:]:
+            llm.unpin(call.result().id)
+    assert_at_rest(llm)

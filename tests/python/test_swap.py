@@ -93,6 +93,7 @@ def test_costs_are_measured(
     [
         (40, r"^swap_space is 40\.00 GiB, but 32\.00 GiB of host memory are free; allowed: at most 31\.99$"),
         (1e-8, r"^swap_space is 10 bytes, allowed: 0, or at least 8\.00 KiB, which is one block$"),
+        (1e-12, r"^swap_space is 1 bytes, allowed: 0, or at least 8\.00 KiB, which is one block$"),
     ],
 )
 def test_space_that_does_not_fit_is_refused(
