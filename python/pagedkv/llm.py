@@ -183,6 +183,8 @@ class LLM(BaseLLM, CacheControl):
             self._engine.core.check_invariants()
 
     def _ask(self, question: Callable[[Core], T]) -> T:
+        # A fork would wait for good for a turn that another thread had.
+        self._engine.require_own_process()
         with self._turn:
             return self._engine.ask(question)
 

@@ -21,8 +21,9 @@ from pagedkv.ops.cuda_plan import PlanOptions
 from pagedkv.ops.cuda_work_list import WorkListLayout
 from pagedkv.ops.device import Device, Event
 
-# One that is being copied, one that waits behind it, and one that is being written.
-NUM_BUFFERS: Final = 3
+# A step sends up to four times: its words, what it moves, rows of beams, and rows whose log-probabilities are
+# asked for. Two steps are under way, and neither should wait for the other's forward pass to get a buffer.
+NUM_BUFFERS: Final = 8
 # Kernels read items of a work list 16 bytes at once.
 ALIGNMENT_WORDS: Final = 4
 

@@ -17,13 +17,14 @@ impl BlockPool {
 
     /// Of those, blocks that become free or idle when the steps under way have ended.
     pub fn num_fenced_by_steps(&self) -> u32 {
-        let leased = || self.leased.iter().flatten();
-        let fenced = leased().enumerate().filter(|&(at, block)| {
-            self.index.nodes[block.index()].num_tables == 0
-                && !self.lent.contains_key(block)
-                && !leased().take(at).any(|earlier| earlier == block)
-        });
-        count(fenced.count())
+        let leased = self.leased.iter().flatten().copied();
+        let mut fenced: Vec<BlockId> = leased
+            .filter(|block| self.index.nodes[block.index()].num_tables == 0 && !self.lent.contains_key(block))
+            .collect();
+        // A block counts once, however many copies read it.
+        fenced.sort_unstable();
+        fenced.dedup();
+        count(fenced.len())
     }
 
     /// Leases of a block by the steps under way.
@@ -82,11 +83,16 @@ impl BlockPool {
 
     /// Settles the blocks whose last lease is among these. Returns the vector, empty.
     fn drop_leases(&mut self, mut leased: Vec<BlockId>) -> Vec<BlockId> {
-        let (nodes, others) = (&mut self.index.nodes, &self.leased);
+        let nodes = &mut self.index.nodes;
+        // Each block once, however often it was leased.
+        leased.retain(|block| std::mem::replace(&mut nodes[block.index()].is_leased, false));
+        for block in self.leased.iter().flatten() {
+            nodes[block.index()].is_leased = true;
+        }
         leased.retain(|block| {
-            let is_leased =
-                self.lent.contains_key(block) || others.iter().any(|others| others.contains(block));
-            std::mem::replace(&mut nodes[block.index()].is_leased, is_leased) && !is_leased
+            let is_leased = &mut nodes[block.index()].is_leased;
+            *is_leased |= self.lent.contains_key(block);
+            !*is_leased
         });
         for block in leased.drain(..) {
             self.settle(block);
