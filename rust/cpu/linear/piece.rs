@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use super::super::activation::silu;
-use super::super::element::{Dtype, store_row};
+use super::super::element::{Dtype, store_row, store_vector};
 use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
@@ -210,29 +210,35 @@ impl Piece<'_> {
                     *sum += bias;
                 }
             }
-            let mut first_column = panels.start * LANES;
-            let mut width = stride;
+            let sums = sums.as_chunks::<LANES>().0;
             if weight.is_gated() {
-                gate(simd, sums);
-                first_column /= 2;
-                width /= 2;
+                let (pairs, first_column) = (sums.as_chunks::<2>().0, panels.start / 2 * LANES);
+                for ([gate, up], column) in pairs.iter().zip((first_column..).step_by(LANES)) {
+                    let product = simd.mul(silu(simd, simd.load(gate)), simd.load(up));
+                    write(simd, out, row, column, product);
+                }
+            } else {
+                for (sum, column) in sums.iter().zip((panels.start * LANES..).step_by(LANES)) {
+                    write(simd, out, row, column, simd.load(sum));
+                }
             }
-            let width = width.min(out.width - first_column);
-            // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece
-            // has them.
-            unsafe { store_row(out.dtype, &sums[..width], out.at(row, first_column)) };
         }
     }
 }
 
-/// `silu(gate) * up`: sums hold sixteen columns of one and of the other by turns; the products move to the front.
+/// Rounds and writes sixteen columns, or those of them that there are.
 #[inline(always)]
-fn gate<S: Simd>(simd: S, sums: &mut [f32]) {
-    let vectors = sums.as_chunks_mut::<LANES>().0;
-    for pair in 0..vectors.len() / 2 {
-        let gated = silu(simd, simd.load(&vectors[2 * pair]));
-        let product = simd.mul(gated, simd.load(&vectors[2 * pair + 1]));
-        simd.store(product, &mut vectors[pair]);
+fn write<S: Simd>(simd: S, out: &MatrixView, row: usize, column: usize, vector: S::V) {
+    let len = LANES.min(out.width.saturating_sub(column));
+    // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece has them.
+    unsafe {
+        if len == LANES {
+            store_vector(simd, out.dtype, vector, out.at(row, column));
+        } else if len > 0 {
+            let mut lanes = [0.0; LANES];
+            simd.store(vector, &mut lanes);
+            store_row(out.dtype, &lanes[..len], out.at(row, column));
+        }
     }
 }
 
