@@ -173,15 +173,18 @@ pub(crate) unsafe fn load_vector<S: Simd>(simd: S, dtype: Dtype, src: *const u8)
 /// `dst` is aligned to the type, writable for sixteen elements, and nobody else accesses them meanwhile.
 #[inline(always)]
 pub(crate) unsafe fn store_vector<S: Simd>(simd: S, dtype: Dtype, vector: S::V, dst: *mut u8) {
-    if dtype == Dtype::Bf16 {
-        // SAFETY: passed on.
-        unsafe { simd.store_bf16(vector, dst) };
-        return;
-    }
-    let mut lanes = [0.0; LANES];
-    simd.store(vector, &mut lanes);
     // SAFETY: passed on.
-    unsafe { store_row(dtype, &lanes, dst) };
+    unsafe {
+        match dtype {
+            Dtype::F32 => simd.store(vector, &mut *dst.cast::<[f32; LANES]>()),
+            Dtype::Bf16 => simd.store_bf16(vector, dst),
+            Dtype::F16 => {
+                let mut lanes = [0.0; LANES];
+                simd.store(vector, &mut lanes);
+                store_row(dtype, &lanes, dst);
+            }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -21,6 +21,9 @@ const ROWS_PER_PIECE: usize = 16;
 /// Elements a nanosecond and a thread, for the estimate of a call's duration.
 const ELEMENTS_PER_NS: usize = 2;
 
+/// Rows between the one that is read and the one that is asked for.
+const ROWS_AHEAD: usize = 4;
+
 /// Bytes that memory hands over at once.
 const CACHE_LINE_BYTES: usize = 64;
 
@@ -105,11 +108,13 @@ impl Kernel for NormaliseRows<'_> {
         let padded = x.width.next_multiple_of(LANES);
         let mut buffer = vec![0.0; 2 * padded];
         let (values, weights) = buffer.split_at_mut(padded);
-        self.fetch(simd, self.rows.start);
+        for row in self.rows.clone().take(ROWS_AHEAD) {
+            self.fetch(simd, row);
+        }
         // SAFETY: `RmsNorm::run` vouches for the views.
         unsafe { load_row(weight.dtype, weight.row(0), &mut weights[..x.width]) };
         for row in self.rows.clone() {
-            self.fetch(simd, row + 1);
+            self.fetch(simd, row + ROWS_AHEAD);
             // SAFETY: as above; the row is within the views, and no other piece has it.
             unsafe { self.add(simd, row, values) };
             #[expect(clippy::cast_precision_loss, reason = "rows are shorter than 2^24")]

@@ -18,6 +18,9 @@ use super::tensor::{CacheView, RowsView};
 /// Most tokens that a thread takes at a time.
 const TOKENS_PER_PIECE: usize = 16;
 
+/// Tokens between the one that is rotated and the one whose heads are asked for.
+const TOKENS_AHEAD: usize = 2;
+
 /// Bytes that memory hands over at once.
 const CACHE_LINE_BYTES: usize = 64;
 
@@ -129,25 +132,28 @@ impl RopeCache<'_> {
     /// Asks for what a token is rotated by, and for its slot: a decode writes to as many blocks as there are sequences,
     /// which are seldom in a cache.
     #[inline(always)]
-    fn fetch<S: Simd>(&self, simd: S, token: usize) {
-        let fetch = |address: *const u8, num_bytes: usize| {
-            for byte in (0..num_bytes).step_by(CACHE_LINE_BYTES) {
-                simd.prefetch(address.wrapping_add(byte));
-            }
-        };
+    fn fetch_places<S: Simd>(&self, simd: S, token: usize) {
         let rot = self.cos.rot;
         for table in [&self.cos, &self.sin] {
             let angles = &table.values[index(self.positions[token]) * rot..];
-            fetch(angles.as_ptr().cast(), rot * size_of::<f32>());
+            fetch(simd, angles.as_ptr().cast(), rot * size_of::<f32>());
         }
         let slot = index(self.slot_mapping[token]);
         for cache in [&self.key_cache, &self.value_cache] {
             let (block, offset) = (slot / cache.block_size, slot % cache.block_size);
+            let num_bytes = cache.head_dim * cache.dtype.size();
             for head in 0..cache.num_kv_heads {
-                fetch(
-                    cache.row(block, head, offset),
-                    cache.head_dim * cache.dtype.size(),
-                );
+                fetch(simd, cache.row(block, head, offset), num_bytes);
+            }
+        }
+    }
+
+    /// Asks for a token's heads, a part of which another thread has written.
+    #[inline(always)]
+    fn fetch_heads<S: Simd>(&self, simd: S, token: usize) {
+        for heads in [&self.query, &self.key, &self.value] {
+            for head in 0..heads.num_heads {
+                fetch(simd, heads.row(token, head), heads.head_dim * heads.dtype.size());
             }
         }
     }
@@ -200,13 +206,28 @@ struct RotateTokens<'k, 'a> {
 impl Kernel for RotateTokens<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        for token in self.tokens.clone() {
-            self.call.fetch(simd, token);
+        let Self { call, tokens } = self;
+        for token in tokens.clone() {
+            call.fetch_places(simd, token);
         }
-        for token in self.tokens {
+        for token in tokens.clone().take(TOKENS_AHEAD) {
+            call.fetch_heads(simd, token);
+        }
+        for token in tokens.clone() {
+            if token + TOKENS_AHEAD < tokens.end {
+                call.fetch_heads(simd, token + TOKENS_AHEAD);
+            }
             // SAFETY: `RopeCache::run` vouches for the views.
-            unsafe { self.call.rotate_token(simd, token) };
+            unsafe { call.rotate_token(simd, token) };
         }
+    }
+}
+
+/// Asks for some bytes.
+#[inline(always)]
+fn fetch<S: Simd>(simd: S, address: *const u8, num_bytes: usize) {
+    for byte in (0..num_bytes).step_by(CACHE_LINE_BYTES) {
+        simd.prefetch(address.wrapping_add(byte));
     }
 }
 
