@@ -14,11 +14,11 @@ use crate::ids::BlockId;
 #[inline]
 pub(super) fn prefetch<T>(slice: &[T], index: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    if let Some(item) = slice.get(index) {
+    {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: prefetching reads no memory that the program can see, and the address is that of a live
-        // item.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(item).cast()) }
+        // SAFETY: prefetching reads no memory that the program can see, and does nothing at an address where there is
+        // none.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(slice.as_ptr().wrapping_add(index).cast()) }
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     let _ = (slice, index);
