@@ -49,6 +49,7 @@ mod ghost;
 mod hash;
 mod idle;
 mod lease;
+mod memory;
 mod node;
 mod pool;
 mod prefix;

@@ -9,8 +9,9 @@
 //! tokens (see [`super::siblings`]): the one with the longest common prefix gives its beginning. Nodes may hold
 //! less than a block, the tail of a sequence that ended; they have no children.
 
-use super::flat::{FlatTable, prefetch};
+use super::flat::FlatTable;
 use super::hash::BlockHasher;
+use super::memory::{array, prefetch};
 use super::node::{Node, block_ids};
 use super::pool::count;
 use super::root::{RootId, Roots};
@@ -121,12 +122,12 @@ impl PrefixIndex {
     /// An index of `num_blocks` blocks and the null block, with `num_ends` more nodes for the idle lists.
     pub(super) fn new(hasher: BlockHasher, num_blocks: u32, num_ends: usize, block_size: u32) -> Self {
         let num_nodes = num_blocks as usize + 1;
-        let tokens = vec![0; (num_nodes * block_size as usize) + LINE_TOKENS];
+        let tokens = array(0, num_nodes * block_size as usize + LINE_TOKENS);
         let padding = tokens.as_ptr().align_offset(LINE_TOKENS * size_of::<u32>());
         Self {
             hasher,
             table: FlatTable::new(num_blocks),
-            nodes: vec![Node::default(); num_nodes + num_ends],
+            nodes: array(Node::default(), num_nodes + num_ends),
             num_blocks,
             roots: Roots::default(),
             tokens,
@@ -341,7 +342,7 @@ impl PrefixIndex {
     #[inline]
     pub(super) fn prefetch_removal(&self, block: BlockId) {
         let node = &self.nodes[block.index()];
-        self.table.prefetch(node.hash);
+        self.table.prefetch_removal(node.hash);
         // What is not a block's number, a root's for instance, is no place among the nodes and fetches nothing.
         prefetch(&self.nodes, node.parent as usize);
         if node.has_siblings() {
