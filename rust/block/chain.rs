@@ -9,7 +9,7 @@ use super::node::Holders;
 use super::pool::{BlockPool, count};
 use super::prefix::{Parent, PrefixHit};
 use super::root::RootId;
-use super::turn::NUM_CLASSES;
+use super::turn::LAST_CLASS;
 use crate::ids::BlockId;
 
 impl BlockPool {
@@ -103,7 +103,7 @@ impl BlockPool {
     pub(super) fn take_up(&mut self, root: RootId, hit: &PrefixHit, num_blocks: u32) {
         let nodes = &mut self.index.nodes;
         let (most_turns, turn) = match self.eviction {
-            Eviction::Turn if !hit.is_resumed => (NUM_CLASSES as u8 - 1, 1),
+            Eviction::Turn if !hit.is_resumed => (LAST_CLASS, 1),
             _ => (u8::MAX, 0),
         };
         let full = &hit.hashes[..hit.num_full as usize];

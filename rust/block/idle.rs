@@ -196,6 +196,7 @@ impl IdleLists {
             return;
         };
         let at = self.ends + list;
+        let end = count(at);
         let mut prev = std::mem::replace(&mut nodes[at].link.prev, last.0);
         if prev as usize == at {
             self.flip_used(at);
@@ -206,7 +207,7 @@ impl IdleLists {
             nodes[block.index()].link = IdleLink {
                 since,
                 prev,
-                next: place(1).unwrap_or(at as u32),
+                next: place(1).unwrap_or(end),
                 ahead: place(FAR).unwrap_or(0),
             };
             prev = block.0;
@@ -245,14 +246,15 @@ impl IdleLists {
     /// Joins what lies on both sides of a gap.
     #[inline]
     pub(super) fn close(&mut self, nodes: &mut [Node], gap: Gap) {
-        if gap.len == 0 {
+        let Gap { prev, next, len } = gap;
+        if len == 0 {
             return;
         }
-        nodes[gap.prev as usize].link.next = gap.next;
-        nodes[gap.next as usize].link.prev = gap.prev;
-        self.len -= gap.len;
-        if gap.prev == gap.next {
-            self.flip_used(gap.prev as usize);
+        nodes[prev as usize].link.next = next;
+        nodes[next as usize].link.prev = prev;
+        self.len -= len;
+        if prev == next {
+            self.flip_used(prev as usize);
         }
     }
 

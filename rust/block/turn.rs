@@ -15,7 +15,8 @@
 //! It is integer arithmetic throughout: the same operations evict the same blocks on every machine.
 
 /// Classes that are told apart: blocks that came back never, once, twice, more often.
-pub(super) const NUM_CLASSES: usize = 4;
+pub(super) const NUM_CLASSES: usize = LAST_CLASS as usize + 1;
+pub(super) const LAST_CLASS: u8 = 3;
 
 /// The weight of class 0, and the least weight.
 const ONE: u64 = 4096;
