@@ -15,8 +15,8 @@ use super::turn::NUM_CLASSES;
 use crate::ids::BlockId;
 
 /// How many evictions ahead of its own a block's node is fetched, and then what is known only from the node.
-const FAR: usize = 8;
-const NEAR: usize = 4;
+const FAR: usize = 16;
+const NEAR: usize = 8;
 
 /// The last blocks that came by, by their number: the next one takes the place of the oldest.
 #[derive(Clone, Copy)]
@@ -359,8 +359,8 @@ mod tests {
         }
         for block in 1..=16 {
             let (far, near) = lists.look_ahead(&nodes, BlockId(block));
-            let expected_near = if block > 4 { block + 4 } else { 0 };
-            assert_eq!((far.0, near.0), (block + 8, expected_near));
+            let expected_near = if block > 8 { block + 8 } else { 0 };
+            assert_eq!((far.0, near.0), (block + 16, expected_near));
             lists.remove(&mut nodes, BlockId(block));
         }
     }
