@@ -6,7 +6,7 @@
 use super::config::Eviction;
 use super::idle::Gap;
 use super::node::Holders;
-use super::pool::{BlockPool, count};
+use super::pool::BlockPool;
 use super::prefix::{Parent, PrefixHit};
 use super::root::RootId;
 use super::turn::LAST_CLASS;
@@ -137,6 +137,6 @@ impl BlockPool {
             self.turns
                 .hit(class.into(), self.num_allocations - since, num_alike);
         }
-        self.idle.close(nodes, gap);
+        self.idle.close(nodes, &mut gap);
     }
 }

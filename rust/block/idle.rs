@@ -225,7 +225,7 @@ impl IdleLists {
     pub(super) fn remove(&mut self, nodes: &mut [Node], block: BlockId) {
         let mut gap = Gap::default();
         self.take_out(nodes, block, &mut gap);
-        self.close(nodes, gap);
+        self.close(nodes, &mut gap);
     }
 
     /// Takes a block off its list, and leaves it to [`Self::close`] to join its neighbours. Neighbours that are taken off
@@ -233,7 +233,7 @@ impl IdleLists {
     #[inline]
     pub(super) fn take_out(&mut self, nodes: &mut [Node], block: BlockId, gap: &mut Gap) {
         if gap.prev != block.0 {
-            self.close(nodes, std::mem::take(gap));
+            self.close(nodes, gap);
             gap.next = nodes[block.index()].link.next;
         }
         let link = &mut nodes[block.index()].link;
@@ -243,10 +243,10 @@ impl IdleLists {
         link.next = 0;
     }
 
-    /// Joins what lies on both sides of a gap.
+    /// Joins what lies on both sides of a gap, which is none any more.
     #[inline]
-    pub(super) fn close(&mut self, nodes: &mut [Node], gap: Gap) {
-        let Gap { prev, next, len } = gap;
+    pub(super) fn close(&mut self, nodes: &mut [Node], gap: &mut Gap) {
+        let Gap { prev, next, len } = std::mem::take(gap);
         if len == 0 {
             return;
         }
