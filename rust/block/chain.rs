@@ -25,7 +25,13 @@ impl BlockPool {
         let num_free = taken.len();
         self.free.truncate(rest);
         self.num_allocations += num_free as u64;
-        for _ in num_free..num_blocks {
+        num_free == num_blocks || self.evict_into(num_blocks - num_free, blocks)
+    }
+
+    /// [`Self::allocate_into`] where nothing is free.
+    #[inline(never)]
+    fn evict_into(&mut self, num_blocks: usize, blocks: &mut Vec<BlockId>) -> bool {
+        for _ in 0..num_blocks {
             let Some(block) = self.allocate() else {
                 return false;
             };
@@ -39,15 +45,24 @@ impl BlockPool {
     /// # Panics
     /// If no table holds one of them.
     pub fn release_all(&mut self, blocks: &[BlockId]) {
+        let left = self.free_private(blocks);
+        if !left.is_empty() {
+            self.release_findable(left);
+        }
+    }
+
+    /// [`Self::release_all`] where the last one can be found, or is held by others as well.
+    #[inline(never)]
+    fn release_findable(&mut self, blocks: &[BlockId]) {
         let mut left = blocks;
         while let Some(&last) = left.last() {
             let before = left.len();
-            left = self.free_private(left);
             left = self.park_alike(left);
             if left.len() == before {
                 self.release(last);
                 left = &left[..before - 1];
             }
+            left = self.free_private(left);
         }
     }
 
