@@ -18,8 +18,9 @@ impl BlockPool {
     pub fn allocate_into(&mut self, num_blocks: usize, blocks: &mut Vec<BlockId>) -> bool {
         let rest = self.free.len().saturating_sub(num_blocks);
         let taken = &self.free[rest..];
+        let nodes = self.index.nodes.as_mut_slice();
         for &block in taken {
-            self.index.nodes[block.index()].holders = Holders::ONE_TABLE;
+            nodes[block.index()].holders = Holders::ONE_TABLE;
         }
         blocks.extend(taken.iter().rev());
         let num_free = taken.len();
@@ -70,8 +71,9 @@ impl BlockPool {
     #[inline]
     fn free_private<'a>(&mut self, blocks: &'a [BlockId]) -> &'a [BlockId] {
         let mut num_left = blocks.len();
+        let nodes = self.index.nodes.as_mut_slice();
         for &block in blocks.iter().rev() {
-            let node = &mut self.index.nodes[block.index()];
+            let node = &mut nodes[block.index()];
             if node.holders != Holders::ONE_TABLE || node.is_published() {
                 break;
             }
