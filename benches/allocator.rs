@@ -116,7 +116,7 @@ fn allocate_release(criterion: &mut Criterion) {
             } else {
                 bencher.iter(|| {
                     assert!(pool.allocate_into(len, &mut taken), "the pool has room");
-                    pool.release_all(black_box(&taken));
+                    pool.release_all(black_box(&mut taken).as_slice());
                     taken.clear();
                 });
             }

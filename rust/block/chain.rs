@@ -18,14 +18,21 @@ impl BlockPool {
     pub fn allocate_into(&mut self, num_blocks: usize, blocks: &mut Vec<BlockId>) -> bool {
         let rest = self.free.len().saturating_sub(num_blocks);
         let taken = &self.free[rest..];
+        let nodes = self.index.nodes.as_mut_slice();
         for &block in taken {
-            self.index.nodes[block.index()].holders = Holders::ONE_TABLE;
+            nodes[block.index()].holders = Holders::ONE_TABLE;
         }
         blocks.extend(taken.iter().rev());
         let num_free = taken.len();
         self.free.truncate(rest);
         self.num_allocations += num_free as u64;
-        for _ in num_free..num_blocks {
+        num_free == num_blocks || self.evict_into(num_blocks - num_free, blocks)
+    }
+
+    /// [`Self::allocate_into`] where nothing is free.
+    #[inline(never)]
+    fn evict_into(&mut self, num_blocks: usize, blocks: &mut Vec<BlockId>) -> bool {
+        for _ in 0..num_blocks {
             let Some(block) = self.allocate() else {
                 return false;
             };
@@ -39,15 +46,24 @@ impl BlockPool {
     /// # Panics
     /// If no table holds one of them.
     pub fn release_all(&mut self, blocks: &[BlockId]) {
+        let left = self.free_private(blocks);
+        if !left.is_empty() {
+            self.release_findable(left);
+        }
+    }
+
+    /// [`Self::release_all`] where the last one can be found, or is held by others as well.
+    #[inline(never)]
+    fn release_findable(&mut self, blocks: &[BlockId]) {
         let mut left = blocks;
         while let Some(&last) = left.last() {
             let before = left.len();
-            left = self.free_private(left);
             left = self.park_alike(left);
             if left.len() == before {
                 self.release(last);
                 left = &left[..before - 1];
             }
+            left = self.free_private(left);
         }
     }
 
@@ -55,8 +71,9 @@ impl BlockPool {
     #[inline]
     fn free_private<'a>(&mut self, blocks: &'a [BlockId]) -> &'a [BlockId] {
         let mut num_left = blocks.len();
+        let nodes = self.index.nodes.as_mut_slice();
         for &block in blocks.iter().rev() {
-            let node = &mut self.index.nodes[block.index()];
+            let node = &mut nodes[block.index()];
             if node.holders != Holders::ONE_TABLE || node.is_published() {
                 break;
             }
