@@ -65,7 +65,7 @@ static ONES: [u16; 2 * TILE_ELEMENTS] = [0x3f80; 2 * TILE_ELEMENTS];
 pub(super) struct Matrices {
     /// `[rows / R][head_dim / 32][16 pairs][16 rows]`, of which R are used, four or sixteen
     queries: AlignedBuffer,
-    /// `[SPLIT_LEN][R rows]`, and the unused end of a row of a tile
+    /// `[2][scores_len]`, for two groups of rows: `[SPLIT_LEN][R rows]`, and the unused end of a row of a tile
     scores: AlignedBuffer,
     /// `[SPLIT_LEN / 32][R rows][16 pairs]`, and what a tile reads behind its R rows
     weights: AlignedBuffer,
@@ -120,7 +120,7 @@ pub(super) unsafe fn load_queries(tile: &Tile<'_>, matrices: &mut Matrices) {
     let (num_rows, chunks, width) = (tile.num_rows(), tile.head_dim() / DEPTH, rows_at_a_time(tile));
     let len = num_rows.div_ceil(width) * chunks * TILE_ELEMENTS;
     matrices.queries.reserve(len);
-    matrices.scores.reserve(SPLIT_LEN * width + TILE_LEN);
+    matrices.scores.reserve(2 * scores_len(width));
     matrices.weights.reserve(SPLIT_LEN / 2 * width + TILE_ELEMENTS);
     matrices.values.reserve(SPLIT_LEN / 2 * tile.head_dim());
     matrices.sums.reserve((NUM_SUMS + 1) * TILE_ELEMENTS);
@@ -217,7 +217,7 @@ unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: Range<usize>) -> 
         #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
         let row = unsafe { std::slice::from_raw_parts(row.cast::<u16>(), tile.head_dim()) };
         row.iter()
-            .fold(all, |all, bits| all && bits & EXPONENT != EXPONENT)
+            .fold(all, |all, bits| all & (bits & EXPONENT != EXPONENT))
     })
 }
 
@@ -237,40 +237,113 @@ impl Split<'_, '_, '_> {
     /// Computes the partial results, R rows at a time.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn compute<const R: usize>(&mut self, partial: &mut [f32]) {
-        let (num_rows, width) = (self.tile.num_rows(), self.tile.head_dim());
-        let row_len = partial_row_len(width);
-        let factor = self.tile.scale * std::f32::consts::LOG2_E;
-        let is_single = num_rows <= R;
-        if !is_single {
+        let group_len = R * partial_row_len(self.tile.head_dim());
+        let num_groups = self.tile.num_rows().div_ceil(R);
+        if num_groups > 1 {
             // SAFETY: passed on.
             unsafe { self.pack_all_values() };
         }
-        for (group, partial) in partial.chunks_mut(R * row_len).enumerate() {
-            let first = group * R;
-            let count = R.min(num_rows - first);
-            let num_keys = self.tile.visible(first + count - 1, self.idx);
-            if num_keys == 0 {
-                for row in partial.chunks_exact_mut(row_len) {
-                    row[width + 1] = 0.0;
-                }
-                continue;
-            }
+        for (pair, partial) in partial.chunks_mut(2 * group_len).enumerate() {
+            let first = 2 * pair;
+            let is_pair = first + 1 < num_groups;
+            // The later rows of a tile see more.
+            let num_keys = self.num_keys_of::<R>(first + usize::from(is_pair));
             // SAFETY: passed on.
-            unsafe { self.score::<R>(group, num_keys) };
-            let visible: [usize; R] =
-                std::array::from_fn(|row| self.tile.visible(first + row.min(count - 1), self.idx));
-            let padded = num_keys.next_multiple_of(DEPTH);
-            let largest = soften::<R>(
-                self.matrices.scores.slice(0..padded * R),
-                self.matrices.weights.slice(0..padded / 2 * R),
-                &visible,
-                factor,
-            );
-            // SAFETY: the weights are there, and the values if there are more groups than this one.
-            unsafe { self.mix::<R>(num_keys, is_single, partial) };
-            for (row, largest) in partial.chunks_exact_mut(row_len).zip(largest) {
-                row[width] = largest;
+            unsafe {
+                match (num_keys, is_pair) {
+                    (0, _) => {}
+                    (_, false) => self.score::<R>(first, num_keys),
+                    (_, true) => self.score_pair::<R>(first, num_keys),
+                }
             }
+            for (idx, partial) in partial.chunks_mut(group_len).enumerate() {
+                // SAFETY: the scores are there, and the values if there are more groups than this one.
+                unsafe { self.weigh::<R>(first + idx, idx, num_groups == 1, partial) };
+            }
+        }
+    }
+
+    /// Positions that the last row of a group sees.
+    #[inline(always)]
+    fn num_keys_of<const R: usize>(&self, group: usize) -> usize {
+        let end = self.tile.num_rows().min((group + 1) * R);
+        self.tile.visible(end - 1, self.idx)
+    }
+
+    /// Turns the scores of a group of rows, the first or the second ones that there is room for, into partial results.
+    #[inline(always)]
+    unsafe fn weigh<const R: usize>(
+        &mut self,
+        group: usize,
+        place: usize,
+        is_single: bool,
+        partial: &mut [f32],
+    ) {
+        let width = self.tile.head_dim();
+        let rows = partial.chunks_exact_mut(partial_row_len(width));
+        let num_keys = self.num_keys_of::<R>(group);
+        if num_keys == 0 {
+            for row in rows {
+                row[width + 1] = 0.0;
+            }
+            return;
+        }
+        let (first, last) = (group * R, rows.len() - 1);
+        let visible: [usize; R] =
+            std::array::from_fn(|row| self.tile.visible(first + row.min(last), self.idx));
+        let padded = num_keys.next_multiple_of(DEPTH);
+        let scores = place * scores_len(R);
+        let (scores, weights) = (
+            self.matrices.scores.slice(scores..scores + padded * R),
+            self.matrices.weights.slice(0..padded / 2 * R),
+        );
+        let factor = self.tile.scale * std::f32::consts::LOG2_E;
+        // SAFETY: `amx` proves the instructions.
+        let largest = unsafe { soften::<R>(scores, weights, &visible, factor) };
+        // SAFETY: passed on; the weights are there.
+        unsafe { self.mix::<R>(num_keys, is_single, partial) };
+        for (row, largest) in partial.chunks_exact_mut(partial_row_len(width)).zip(largest) {
+            row[width] = largest;
+        }
+    }
+
+    /// Multiplies the keys by the queries of two groups of rows, two tiles of keys at a time: half as many keys pass
+    /// through the nearest cache, and half as many tiles are loaded.
+    #[inline(always)]
+    unsafe fn score_pair<const R: usize>(&mut self, group: usize, num_keys: usize) {
+        let (amx, tile) = (self.amx, self.tile);
+        let chunks = tile.head_dim() / DEPTH;
+        let len = chunks * TILE_ELEMENTS;
+        let (cache, last) = (&tile.key_cache, (num_keys - 1) / TILE_LEN);
+        let stride = cache.slot_stride * cache.dtype.size();
+        for first in (0..=last).step_by(2) {
+            // Behind the last group its scores are computed again, where nobody reads them.
+            let mut keys = [first, last.min(first + 1)].map(|idx| {
+                let position = self.idx * SPLIT_LEN + idx * TILE_LEN;
+                sixteen_slots(tile, cache, position)
+            });
+            if group == 0 {
+                let num_slots = (num_keys - first * TILE_LEN).min(2 * TILE_LEN);
+                self.prefetch.advance(Avx512::from(amx), num_slots);
+            }
+            let queries = self.matrices.queries.slice(group * len..(group + 2) * len);
+            let (queries, others) = queries.split_at(len);
+            amx.clear();
+            for (queries, others) in queries
+                .chunks_exact(TILE_ELEMENTS)
+                .zip(others.chunks_exact(TILE_ELEMENTS))
+            {
+                let queries = [queries.as_ptr().cast(), others.as_ptr().cast()];
+                // SAFETY: sixteen slots of one block, and tiles of queries.
+                unsafe { amx.add_products_of_pairs(keys, stride, queries) };
+                keys = keys.map(|keys| keys.wrapping_add(ROW_BYTES));
+            }
+            let start = first * TILE_LEN * R;
+            let scores = self.matrices.scores.slice(start..2 * scores_len(R));
+            let step = [TILE_LEN * R, scores_len(R)].map(|len| len * size_of::<f32>());
+            // As in `score`, the end of every row of a tile is overwritten.
+            // SAFETY: room for two tiles of each group with rows of R numbers, and the end of the last row.
+            unsafe { amx.store_pairs(scores.as_mut_ptr().cast(), step, R * size_of::<f32>()) };
         }
     }
 
@@ -438,31 +511,55 @@ impl Split<'_, '_, '_> {
             };
             for (idx, column) in columns.clone().step_by(DEPTH).enumerate() {
                 let place = half / 2 * chunk_len + 2 * idx * TILE_ELEMENTS + half % 2 * TILE_ELEMENTS / 2;
-                for pair in 0..TILE_LEN / 2 {
-                    let low = slots.wrapping_add(2 * pair * stride + 2 * column);
-                    let mut both = [_mm512_setzero_si512(); 2];
-                    // SAFETY: 32 elements of a slot, for which the caller vouches.
-                    unsafe {
-                        if 2 * pair < count {
-                            both[0] = _mm512_loadu_si512(low.cast());
-                        }
-                        if 2 * pair + 1 < count {
-                            both[1] = _mm512_loadu_si512(low.wrapping_add(stride).cast());
-                        }
-                    }
-                    let [low, high] = both;
-                    let place = place + pair * TILE_LEN;
-                    let lower = vector_at_mut(values, place).as_mut_ptr();
-                    let upper = vector_at_mut(values, place + TILE_ELEMENTS).as_mut_ptr();
-                    // SAFETY: sixteen numbers each.
-                    unsafe {
-                        _mm512_storeu_si512(lower.cast(), _mm512_unpacklo_epi16(low, high));
-                        _mm512_storeu_si512(upper.cast(), _mm512_unpackhi_epi16(low, high));
+                let (lower, upper) = values[place..].split_at_mut(TILE_ELEMENTS);
+                let slots = slots.wrapping_add(2 * column);
+                // SAFETY: `count` slots, for which the caller vouches.
+                unsafe {
+                    match count {
+                        // A loop of so many steps is unrolled.
+                        TILE_LEN => interleave(slots, stride, TILE_LEN, lower, upper),
+                        _ => interleave(slots, stride, count, lower, upper),
                     }
                 }
             }
         }
     }
+}
+
+/// Interleaves 32 elements of each of sixteen slots, those from `count` on taken as zeros: the lower four of every
+/// eight columns, and the upper four.
+///
+/// # Safety
+/// `count` slots are readable.
+#[inline(always)]
+unsafe fn interleave(slots: *const u8, stride: usize, count: usize, lower: &mut [f32], upper: &mut [f32]) {
+    let places = lower
+        .as_chunks_mut::<LANES>()
+        .0
+        .iter_mut()
+        .zip(upper.as_chunks_mut::<LANES>().0);
+    for (pair, (lower, upper)) in places.take(TILE_LEN / 2).enumerate() {
+        let low = slots.wrapping_add(2 * pair * stride);
+        // SAFETY: the caller vouches for the slots; there is room for sixteen numbers each.
+        unsafe {
+            let mut both = [_mm512_setzero_si512(); 2];
+            if 2 * pair < count {
+                both[0] = _mm512_loadu_si512(low.cast());
+            }
+            if 2 * pair + 1 < count {
+                both[1] = _mm512_loadu_si512(low.wrapping_add(stride).cast());
+            }
+            let [low, high] = both;
+            _mm512_storeu_si512(lower.as_mut_ptr().cast(), _mm512_unpacklo_epi16(low, high));
+            _mm512_storeu_si512(upper.as_mut_ptr().cast(), _mm512_unpackhi_epi16(low, high));
+        }
+    }
+}
+
+/// Numbers that the scores of R rows take.
+#[inline(always)]
+const fn scores_len(num_rows: usize) -> usize {
+    SPLIT_LEN * num_rows + TILE_LEN
 }
 
 /// Where the packed values of the columns from one on begin.
