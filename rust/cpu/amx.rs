@@ -209,6 +209,23 @@ mod instructions {
             }
         }
 
+        /// Adds to accumulator 4 the product of the matrix at `left` and that of `load_fifth`.
+        ///
+        /// # Safety
+        /// A tile lies at the address.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn add_fifth_product(self, left: *const u8) {
+            // SAFETY: the caller vouches for the address.
+            unsafe {
+                asm!(
+                    "tileloadd tmm5, [{left} + {dense} * 1]",
+                    "tdpbf16ps tmm4, tmm5, tmm6",
+                    left = in(reg) left, dense = in(reg) ROW_BYTES,
+                    options(nostack, readonly),
+                );
+            }
+        }
+
         /// Adds to accumulators 0 to N - 1, N two or four, the product of the matrix at `left` and the i-th of N at
         /// `right`, and to accumulator 4 that with the matrix of `load_fifth`. All are dense.
         ///

@@ -45,13 +45,14 @@ fn exp2(x: __m512) -> __m512 {
 
 /// Turns scores into weights, for whole tiles of keys. Scores are `[keys][R]`, weights `[keys / 32][R][16 pairs]`;
 /// `visible` says how many keys each row sees. Returns the largest score of each row, times `factor`; it is of no use
-/// where a row sees nothing.
+/// where a row sees nothing. `after` is told each tile of weights, by its number, as soon as its stores are on their way.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512bf16")]
 pub(super) fn soften<const R: usize>(
     scores: &mut [f32],
     weights: &mut [f32],
     visible: &[usize; R],
     factor: f32,
+    mut after: impl FnMut(usize),
 ) -> [f32; R] {
     hide(scores.as_chunks_mut().0, visible);
     let scores = scores.as_chunks::<LANES>().0;
@@ -66,7 +67,7 @@ pub(super) fn soften<const R: usize>(
     let tiles = scores
         .chunks_exact(DEPTH * R / LANES)
         .zip(weights.as_chunks_mut::<LANES>().0.chunks_exact_mut(R));
-    for (scores, weights) in tiles {
+    for (idx, (scores, weights)) in tiles.enumerate() {
         // Loops over arrays, whose lengths the compiler knows, are unrolled, and the vectors stay in registers.
         if R == TILE_LEN {
             let scores: &[[f32; LANES]; DEPTH] = scores.try_into().expect("as cut");
@@ -88,6 +89,7 @@ pub(super) fn soften<const R: usize>(
                 unsafe { _mm512_storeu_ps(place.as_mut_ptr(), row) };
             }
         }
+        after(idx);
     }
     let mut lanes = [0.0; LANES];
     // SAFETY: sixteen numbers.
