@@ -15,7 +15,7 @@ use super::pool;
 use super::tile_loops::SPLIT_LEN;
 
 /// Query rows of a tile, about: enough to pay for reading the keys, few enough for the second cache level.
-const TILE_ROWS: usize = 64;
+const TILE_ROWS: usize = 96;
 
 /// Reading and rearranging a key costs about as much as this many query rows.
 const PACK_ROWS: usize = 4;

@@ -200,8 +200,8 @@ impl Split<'_, '_, '_> {
                         positions.clone(),
                         column..column + COLUMNS,
                         values,
-                    )
-                };
+                    );
+                }
             }
         }
     }

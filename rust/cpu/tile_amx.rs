@@ -218,7 +218,7 @@ unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: Range<usize>) -> 
         #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
         let row = unsafe { std::slice::from_raw_parts(row.cast::<u16>(), tile.head_dim()) };
         row.iter()
-            .fold(all, |all, bits| all & (bits & EXPONENT != EXPONENT))
+            .fold(all, |all, bits| all && bits & EXPONENT != EXPONENT)
     })
 }
 
