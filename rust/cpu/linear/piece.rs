@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use super::super::activation::silu;
-use super::super::element::{Dtype, store_row};
+use super::super::element::{Dtype, store_row, store_vector};
 use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
@@ -63,6 +63,8 @@ pub(super) struct Tile {
     pub(super) resumes: bool,
     /// Who else multiplies these panels.
     pub(super) pass: Pass,
+    /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
+    pub(super) ahead: *const u8,
 }
 
 /// The inner loops of an arithmetic. An element's sum takes its products in the same order whatever the size of the
@@ -92,7 +94,12 @@ pub(super) struct Piece<'k> {
     pub(super) x: MatrixView,
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
+    /// Panels that the thread will probably read after these, if it is known; else some that it has read.
+    pub(super) then: *const u8,
 }
+
+// SAFETY: `then` is never followed, only fetched from; the rest may be sent.
+unsafe impl Send for Piece<'_> {}
 
 impl Kernel for &mut Piece<'_> {
     #[inline(always)]
@@ -160,6 +167,7 @@ impl Piece<'_> {
                     Pass::Later
                 };
                 for panel in panels.clone().step_by(max_panels) {
+                    let next_panel = panel + max_panels;
                     let tile = Tile {
                         num_rows: block_rows.len(),
                         num_panels: max_panels.min(panels.end - panel),
@@ -174,6 +182,11 @@ impl Piece<'_> {
                         sums_stride: stride,
                         resumes: first_k > 0,
                         pass,
+                        ahead: if next_panel < self.panels.end {
+                            weight.panel(next_panel)
+                        } else {
+                            self.then
+                        },
                     };
                     // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far.
                     unsafe { kernel.tile(&tile) };
@@ -197,29 +210,35 @@ impl Piece<'_> {
                     *sum += bias;
                 }
             }
-            let mut first_column = panels.start * LANES;
-            let mut width = stride;
+            let sums = sums.as_chunks::<LANES>().0;
             if weight.is_gated() {
-                gate(simd, sums);
-                first_column /= 2;
-                width /= 2;
+                let (pairs, first_column) = (sums.as_chunks::<2>().0, panels.start / 2 * LANES);
+                for ([gate, up], column) in pairs.iter().zip((first_column..).step_by(LANES)) {
+                    let product = simd.mul(silu(simd, simd.load(gate)), simd.load(up));
+                    write(simd, out, row, column, product);
+                }
+            } else {
+                for (sum, column) in sums.iter().zip((panels.start * LANES..).step_by(LANES)) {
+                    write(simd, out, row, column, simd.load(sum));
+                }
             }
-            let width = width.min(out.width - first_column);
-            // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece
-            // has them.
-            unsafe { store_row(out.dtype, &sums[..width], out.at(row, first_column)) };
         }
     }
 }
 
-/// `silu(gate) * up`: sums hold sixteen columns of one and of the other by turns; the products move to the front.
+/// Rounds and writes sixteen columns, or those of them that there are.
 #[inline(always)]
-fn gate<S: Simd>(simd: S, sums: &mut [f32]) {
-    let vectors = sums.as_chunks_mut::<LANES>().0;
-    for pair in 0..vectors.len() / 2 {
-        let gated = silu(simd, simd.load(&vectors[2 * pair]));
-        let product = simd.mul(gated, simd.load(&vectors[2 * pair + 1]));
-        simd.store(product, &mut vectors[pair]);
+fn write<S: Simd>(simd: S, out: &MatrixView, row: usize, column: usize, vector: S::V) {
+    let len = LANES.min(out.width.saturating_sub(column));
+    // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece has them.
+    unsafe {
+        if len == LANES {
+            store_vector(simd, out.dtype, vector, out.at(row, column));
+        } else if len > 0 {
+            let mut lanes = [0.0; LANES];
+            simd.store(vector, &mut lanes);
+            store_row(out.dtype, &lanes[..len], out.at(row, column));
+        }
     }
 }
 
