@@ -10,12 +10,14 @@
 //! - `decode/long`: one token of one sequence of 16,384, which several threads can only share by splitting the context.
 //! - `decode/cascade`: one token each of 64 sequences of 1,056 that share the first 1,024. Throughput counts what each
 //!   of them attends to, and exceeds the bandwidth.
-//! - `prefill`: a prompt of 1,024, and a chunk of 256 behind 768: bound by arithmetic, two multiply-adds for each query
-//!   head, visible key and element; throughput is in operations (a multiply-add is two).
+//! - `prefill`: prompts of 1,056 (`whole`) and of 4 times 128 (`short`), and a chunk of 512 behind 512: bound by
+//!   arithmetic, two multiply-adds for each query head, visible key and element; throughput is in operations (a
+//!   multiply-add is two), beside `peak`, what the same run's multiply-adds on registers alone reach.
 //!
-//! Expected: decode at three quarters or more of `ceiling`, prefill in f32 at a third or more of the multiply-adds.
+//! Expected: decode at three quarters or more of `ceiling`, prefill in f32 at a third or more of `peak`. On matrix tiles
+//! the exponentials take longer than the products, and the processor does not overlap them: an eighth.
 //!
-//! `cargo bench --bench kernels -- 'ceiling|decode'`
+//! `cargo bench --bench kernels -- 'ceiling|decode'`, `-- 'peak/amx|prefill'`
 
 use std::cell::{Cell, LazyCell};
 use std::time::Duration;
@@ -266,6 +268,23 @@ fn ceiling(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// Multiply-adds on registers.
+fn peaks(criterion: &mut Criterion) {
+    const ROUNDS: usize = 20_000;
+    let mut group = criterion.benchmark_group("peak");
+    for peak in peak::peaks() {
+        for num_threads in thread_counts() {
+            group.throughput(Throughput::Elements(
+                (num_threads * ROUNDS * peak.operations) as u64,
+            ));
+            group.bench_function(BenchmarkId::new(peak.name, num_threads), |bencher| {
+                bencher.iter(|| peak::on_threads(num_threads, |_| (peak.run)(ROUNDS)));
+            });
+        }
+    }
+    group.finish();
+}
+
 /// Measures a step on one thread and on all.
 fn measure(criterion: &mut Criterion, name: &str, sizes: &Sizes) {
     let mut group = criterion.benchmark_group(name);
@@ -294,8 +313,9 @@ fn attention(criterion: &mut Criterion) {
         ("decode/1024", 1, vec![1024; 32], 0),
         ("decode/long", 1, vec![16_384], 0),
         ("decode/cascade", 1, vec![1056; 64], 1024),
-        ("prefill/whole", 1024, vec![1024], 0),
-        ("prefill/chunk", 256, vec![1024], 0),
+        ("prefill/short", 128, vec![128; 4], 0),
+        ("prefill/whole", 1056, vec![1056], 0),
+        ("prefill/chunk", 512, vec![1024], 0),
     ] {
         let sizes = Sizes {
             query_len,
@@ -309,6 +329,6 @@ fn attention(criterion: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = Criterion::default().measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(300)).sample_size(20);
-    targets = ceiling, attention
+    targets = ceiling, peaks, attention
 }
 criterion_main!(benches);

@@ -162,6 +162,37 @@ mod instructions {
             }
         }
 
+        /// Adds to accumulators 0 and 1 the products of the matrices at `left` (rows `stride` bytes apart) and the
+        /// first one at `right` (dense), to 2 and 3 those with the second one. Accumulator 4 is lost.
+        ///
+        /// # Safety
+        /// Tiles lie at the addresses.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn add_products_of_pairs(
+            self,
+            left: [*const u8; 2],
+            stride: usize,
+            right: [*const u8; 2],
+        ) {
+            // SAFETY: the caller vouches for the addresses.
+            unsafe {
+                asm!(
+                    "tileloadd tmm4, [{right0} + {dense} * 1]",
+                    "tileloadd tmm5, [{left0} + {stride} * 1]",
+                    "tileloadd tmm6, [{left1} + {stride} * 1]",
+                    "tileloadd tmm7, [{right1} + {dense} * 1]",
+                    "tdpbf16ps tmm0, tmm5, tmm4",
+                    "tdpbf16ps tmm1, tmm6, tmm4",
+                    "tdpbf16ps tmm2, tmm5, tmm7",
+                    "tdpbf16ps tmm3, tmm6, tmm7",
+                    right0 = in(reg) right[0], right1 = in(reg) right[1],
+                    dense = in(reg) ROW_BYTES, stride = in(reg) stride,
+                    left0 = in(reg) left[0], left1 = in(reg) left[1],
+                    options(nostack, readonly),
+                );
+            }
+        }
+
         /// Loads the matrix, which is dense, that `add_products_of_rights` multiplies for accumulator 4.
         ///
         /// # Safety
@@ -173,6 +204,23 @@ mod instructions {
                 asm!(
                     "tileloadd tmm6, [{right} + {dense} * 1]",
                     right = in(reg) right, dense = in(reg) ROW_BYTES,
+                    options(nostack, readonly),
+                );
+            }
+        }
+
+        /// Adds to accumulator 4 the product of the matrix at `left` and that of `load_fifth`.
+        ///
+        /// # Safety
+        /// A tile lies at the address.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn add_fifth_product(self, left: *const u8) {
+            // SAFETY: the caller vouches for the address.
+            unsafe {
+                asm!(
+                    "tileloadd tmm5, [{left} + {dense} * 1]",
+                    "tdpbf16ps tmm4, tmm5, tmm6",
+                    left = in(reg) left, dense = in(reg) ROW_BYTES,
                     options(nostack, readonly),
                 );
             }
@@ -238,6 +286,29 @@ mod instructions {
                         options(nostack),
                     );
                 }
+            }
+        }
+
+        /// Writes accumulators 0 and 1, the first ones of their rows `step[0]` bytes apart, and 2 and 3 in the same way
+        /// `step[1]` bytes behind them; rows lie `stride` bytes apart.
+        ///
+        /// # Safety
+        /// There is room for them.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn store_pairs(self, place: *mut u8, step: [usize; 2], stride: usize) {
+            // SAFETY: the caller vouches for the room.
+            unsafe {
+                asm!(
+                    "tilestored [{place0} + {stride} * 1], tmm0",
+                    "tilestored [{place1} + {stride} * 1], tmm1",
+                    "tilestored [{place2} + {stride} * 1], tmm2",
+                    "tilestored [{place3} + {stride} * 1], tmm3",
+                    place0 = in(reg) place, place1 = in(reg) place.wrapping_add(step[0]),
+                    place2 = in(reg) place.wrapping_add(step[1]),
+                    place3 = in(reg) place.wrapping_add(step[0] + step[1]),
+                    stride = in(reg) stride,
+                    options(nostack),
+                );
             }
         }
 

@@ -13,7 +13,8 @@
 //! | `plan` | how the attention of a step is cut into pieces, once for all layers; who shares what |
 //! | `attention` | the pieces of a layer on threads |
 //! | `tile`, `tile_loops` | the arithmetic of one piece in f32, and its inner loops |
-//! | `tile_amx`, `softmax_amx`, `amx` | the same in bf16 on matrix tiles, and their instructions |
+//! | `tile_amx`, `prompt_amx` | the same in bf16 on matrix tiles, of few rows and of many |
+//! | `softmax_amx`, `values_amx`, `amx` | what lies between their products, and their instructions |
 //! | `prefetch` | keys and values asked for before their turn |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |
@@ -42,6 +43,8 @@ pub mod peak;
 pub mod plan;
 pub mod pool;
 mod prefetch;
+#[cfg(target_arch = "x86_64")]
+mod prompt_amx;
 pub mod rope_cache;
 pub mod sample;
 #[cfg(target_arch = "x86_64")]
@@ -51,6 +54,8 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tile_amx;
 mod tile_loops;
+#[cfg(target_arch = "x86_64")]
+mod values_amx;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 

@@ -15,7 +15,7 @@ use super::pool;
 use super::tile_loops::SPLIT_LEN;
 
 /// Query rows of a tile, about: enough to pay for reading the keys, few enough for the second cache level.
-const TILE_ROWS: usize = 64;
+const TILE_ROWS: usize = 96;
 
 /// The same of a cascade, whose rows see all of its keys: none of what they share is computed in vain.
 const CASCADE_ROWS: usize = 96;

@@ -45,13 +45,14 @@ fn exp2(x: __m512) -> __m512 {
 
 /// Turns scores into weights, for whole tiles of keys. Scores are `[keys][R]`, weights `[keys / 32][R][16 pairs]`;
 /// `visible` says how many keys each row sees. Returns the largest score of each row, times `factor`; it is of no use
-/// where a row sees nothing.
+/// where a row sees nothing. `after` is told each tile of weights, by its number, as soon as its stores are on their way.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512bf16")]
 pub(super) fn soften<const R: usize>(
     scores: &mut [f32],
     weights: &mut [f32],
     visible: &[usize; R],
     factor: f32,
+    mut after: impl FnMut(usize),
 ) -> [f32; R] {
     hide(scores.as_chunks_mut().0, visible);
     let scores = scores.as_chunks::<LANES>().0;
@@ -66,12 +67,14 @@ pub(super) fn soften<const R: usize>(
     let tiles = scores
         .chunks_exact(DEPTH * R / LANES)
         .zip(weights.as_chunks_mut::<LANES>().0.chunks_exact_mut(R));
-    for (scores, weights) in tiles {
+    for (idx, (scores, weights)) in tiles.enumerate() {
+        // Loops over arrays, whose lengths the compiler knows, are unrolled, and the vectors stay in registers.
         if R == TILE_LEN {
-            let mut pairs = [_mm512_set1_ps(0.0); LANES];
-            for (pair, [even, odd]) in pairs.iter_mut().zip(scores.as_chunks::<2>().0) {
-                *pair = round(weight(even), weight(odd), &INTERLEAVED);
-            }
+            let scores: &[[f32; LANES]; DEPTH] = scores.try_into().expect("as cut");
+            let pairs: [__m512; LANES] = std::array::from_fn(|pair| {
+                let [even, odd] = [&scores[2 * pair], &scores[2 * pair + 1]].map(weight);
+                round(even, odd, &INTERLEAVED)
+            });
             for (row, place) in transpose_avx512(&pairs).into_iter().zip(weights) {
                 // SAFETY: sixteen numbers.
                 unsafe { _mm512_storeu_ps(place.as_mut_ptr(), row) };
@@ -86,6 +89,7 @@ pub(super) fn soften<const R: usize>(
                 unsafe { _mm512_storeu_ps(place.as_mut_ptr(), row) };
             }
         }
+        after(idx);
     }
     let mut lanes = [0.0; LANES];
     // SAFETY: sixteen numbers.
@@ -120,12 +124,15 @@ fn hide<const R: usize>(scores: &mut [[f32; LANES]], visible: &[usize; R]) {
 #[target_feature(enable = "avx512f")]
 fn largest<const R: usize>(scores: &[[f32; LANES]]) -> __m512 {
     let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); 4];
-    for scores in scores.chunks(4) {
+    // Whole quadruples, of a length that the compiler knows, stay in registers.
+    let (quadruples, rest) = scores.as_chunks::<4>();
+    for scores in quadruples {
         for (largest, scores) in largest.iter_mut().zip(scores) {
             // SAFETY: sixteen numbers.
             *largest = _mm512_max_ps(*largest, unsafe { _mm512_loadu_ps(scores.as_ptr()) });
         }
     }
+    debug_assert!(rest.is_empty(), "scores come in whole tiles of weights");
     let [a, b, c, d] = largest;
     let mut all = _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d));
     if R < LANES {

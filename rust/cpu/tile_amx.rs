@@ -21,10 +21,7 @@
     reason = "a kernel is compiled for an instruction set by being inlined"
 )]
 
-use std::arch::x86_64::{
-    _mm512_loadu_ps, _mm512_loadu_si512, _mm512_permutex2var_ps, _mm512_set1_ps, _mm512_setzero_si512,
-    _mm512_storeu_ps, _mm512_storeu_si512, _mm512_unpackhi_epi16, _mm512_unpacklo_epi16,
-};
+use std::arch::x86_64::{_mm512_loadu_ps, _mm512_set1_ps, _mm512_storeu_ps};
 use std::ops::Range;
 
 use super::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
@@ -34,14 +31,15 @@ use super::prefetch::Prefetch;
 use super::softmax_amx::soften;
 use super::tensor::{CacheView, RowsView};
 use super::tile::Tile;
-use super::tile_loops::{SPLIT_LEN, Slots, partial_row_len, vector_at, vector_at_mut};
+use super::tile_loops::{SPLIT_LEN, Slots, partial_row_len};
+use super::values_amx::{pack_values, restore_order, sixteen_slots};
 use super::x86::{Avx512, transpose_avx512};
 
 /// bf16 of a row of a tile, and products that one instruction adds up.
-const DEPTH: usize = 32;
+pub(super) const DEPTH: usize = 32;
 
 /// f32, or pairs of bf16, of a tile.
-const TILE_ELEMENTS: usize = TILE_LEN * TILE_LEN;
+pub(super) const TILE_ELEMENTS: usize = TILE_LEN * TILE_LEN;
 
 /// Accumulators of scores, and of columns of values.
 const NUM_SUMS: usize = 4;
@@ -55,24 +53,25 @@ const MAX_FEW_ROWS: usize = 8;
 
 /// Positions whose values are interleaved at a time, a step before they are multiplied: they stay in the nearest cache,
 /// and the stores are over when the tiles are loaded.
-const VALUE_STEP: usize = 64;
+pub(super) const VALUE_STEP: usize = 64;
 
 /// A tile of ones, as bf16.
-static ONES: [u16; 2 * TILE_ELEMENTS] = [0x3f80; 2 * TILE_ELEMENTS];
+pub(super) static ONES: [u16; 2 * TILE_ELEMENTS] = [0x3f80; 2 * TILE_ELEMENTS];
 
 /// Memory of one thread, reused from tile to tile.
 #[derive(Default, Debug)]
 pub(super) struct Matrices {
     /// `[rows / R][head_dim / 32][16 pairs][16 rows]`, of which R are used, four or sixteen
-    queries: AlignedBuffer,
-    /// `[SPLIT_LEN][R rows]`, and the unused end of a row of a tile
-    scores: AlignedBuffer,
-    /// `[SPLIT_LEN / 32][R rows][16 pairs]`, and what a tile reads behind its R rows
-    weights: AlignedBuffer,
-    /// `[head_dim / 64][positions / 32][4 or 2][16 pairs][16 columns]`
-    values: AlignedBuffer,
-    /// `[16 rows][4 or 2][16 columns]`, then `[16 rows][16]` totals
-    sums: AlignedBuffer,
+    pub(super) queries: AlignedBuffer,
+    /// `[2 groups][scores_len]`, each `[SPLIT_LEN][R rows]`, and the unused end of a row of a tile
+    pub(super) scores: AlignedBuffer,
+    /// `[2 groups][weights_len]`, each `[SPLIT_LEN / 32][R rows][16 pairs]`, and what a tile reads behind its R rows
+    pub(super) weights: AlignedBuffer,
+    /// `[2 steps][2 chunks][4 or 2][16 pairs][16 columns]`, or all of a split as `[head_dim / 32][positions / 32][2]` of
+    /// such tiles
+    pub(super) values: AlignedBuffer,
+    /// `[16 rows][4 or 2][16 columns]` and then `[16 rows][16]` totals, or twice that for two columns
+    pub(super) sums: AlignedBuffer,
 }
 
 /// The proof of the instructions, if a tile has the types and sizes for them.
@@ -120,10 +119,10 @@ pub(super) unsafe fn load_queries(tile: &Tile<'_>, matrices: &mut Matrices) {
     let (num_rows, chunks, width) = (tile.num_rows(), tile.head_dim() / DEPTH, rows_at_a_time(tile));
     let len = num_rows.div_ceil(width) * chunks * TILE_ELEMENTS;
     matrices.queries.reserve(len);
-    matrices.scores.reserve(SPLIT_LEN * width + TILE_LEN);
-    matrices.weights.reserve(SPLIT_LEN / 2 * width + TILE_ELEMENTS);
+    matrices.scores.reserve(2 * scores_len(width));
+    matrices.weights.reserve(2 * weights_len(width));
     matrices.values.reserve(SPLIT_LEN / 2 * tile.head_dim());
-    matrices.sums.reserve((NUM_SUMS + 1) * TILE_ELEMENTS);
+    matrices.sums.reserve((NUM_SUMS + 2) * TILE_ELEMENTS);
     let tiles = matrices.queries.slice(0..len).chunks_exact_mut(TILE_ELEMENTS);
     for (idx, packed) in tiles.enumerate() {
         let (group, chunk) = (idx / chunks, idx % chunks);
@@ -172,9 +171,11 @@ pub(super) unsafe fn compute_split(
             idx: split,
             num_keys,
         };
-        match rows_at_a_time(tile) {
-            FEW_ROWS => split.compute::<FEW_ROWS>(partial),
-            _ => split.compute::<TILE_LEN>(partial),
+        match (rows_at_a_time(tile), tile.num_rows()) {
+            (FEW_ROWS, ..=FEW_ROWS) => split.compute::<FEW_ROWS>(partial),
+            (FEW_ROWS, _) => split.compute_pairs::<FEW_ROWS>(partial),
+            (_, ..=TILE_LEN) => split.compute::<TILE_LEN>(partial),
+            _ => split.compute_pairs::<TILE_LEN>(partial),
         }
     }
 }
@@ -222,62 +223,58 @@ unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: Range<usize>) -> 
 }
 
 /// One split of a tile, whose queries are loaded.
-struct Split<'k, 'a, 'p> {
-    amx: Amx,
-    tile: &'k Tile<'a>,
-    matrices: &'k mut Matrices,
-    prefetch: &'k mut Prefetch<'p>,
+pub(super) struct Split<'k, 'a, 'p> {
+    pub(super) amx: Amx,
+    pub(super) tile: &'k Tile<'a>,
+    pub(super) matrices: &'k mut Matrices,
+    pub(super) prefetch: &'k mut Prefetch<'p>,
     /// Its number.
-    idx: usize,
+    pub(super) idx: usize,
     /// Positions of it that the tile sees.
-    num_keys: usize,
+    pub(super) num_keys: usize,
 }
 
 impl Split<'_, '_, '_> {
-    /// Computes the partial results, R rows at a time.
+    /// Computes the partial results of at most R rows.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn compute<const R: usize>(&mut self, partial: &mut [f32]) {
-        let (num_rows, width) = (self.tile.num_rows(), self.tile.head_dim());
+        let width = self.tile.head_dim();
         let row_len = partial_row_len(width);
-        let factor = self.tile.scale * std::f32::consts::LOG2_E;
-        let is_single = num_rows <= R;
-        if !is_single {
-            // SAFETY: passed on.
-            unsafe { self.pack_all_values() };
+        if self.num_keys == 0 {
+            for row in partial.chunks_exact_mut(row_len) {
+                row[width + 1] = 0.0;
+            }
+            return;
         }
-        for (group, partial) in partial.chunks_mut(R * row_len).enumerate() {
-            let first = group * R;
-            let count = R.min(num_rows - first);
-            let num_keys = self.tile.visible(first + count - 1, self.idx);
-            if num_keys == 0 {
-                for row in partial.chunks_exact_mut(row_len) {
-                    row[width + 1] = 0.0;
-                }
-                continue;
-            }
-            // SAFETY: passed on.
-            unsafe { self.score::<R>(group, num_keys) };
-            let visible: [usize; R] =
-                std::array::from_fn(|row| self.tile.visible(first + row.min(count - 1), self.idx));
-            let padded = num_keys.next_multiple_of(DEPTH);
-            let largest = soften::<R>(
-                self.matrices.scores.slice(0..padded * R),
-                self.matrices.weights.slice(0..padded / 2 * R),
-                &visible,
-                factor,
-            );
-            // SAFETY: the weights are there, and the values if there are more groups than this one.
-            unsafe { self.mix::<R>(num_keys, is_single, partial) };
-            for (row, largest) in partial.chunks_exact_mut(row_len).zip(largest) {
-                row[width] = largest;
-            }
+        // SAFETY: passed on.
+        unsafe { self.score::<R>() };
+        let padded = self.num_keys.next_multiple_of(DEPTH);
+        let visible = self.visible::<R>(0);
+        let largest = soften::<R>(
+            self.matrices.scores.slice(0..padded * R),
+            self.matrices.weights.slice(0..padded / 2 * R),
+            &visible,
+            self.tile.scale * std::f32::consts::LOG2_E,
+            |_| {},
+        );
+        // SAFETY: the weights are there.
+        unsafe { self.mix::<R>(partial) };
+        for (row, largest) in partial.chunks_exact_mut(row_len).zip(largest) {
+            row[width] = largest;
         }
     }
 
-    /// Multiplies the keys by the queries of a group of rows.
+    /// Positions that the rows of a group see; the last row stands for those that are missing.
     #[inline(always)]
-    unsafe fn score<const R: usize>(&mut self, group: usize, num_keys: usize) {
-        let (amx, tile) = (self.amx, self.tile);
+    pub(super) fn visible<const R: usize>(&self, group: usize) -> [usize; R] {
+        let last = self.tile.num_rows() - 1;
+        std::array::from_fn(|row| self.tile.visible(last.min(group * R + row), self.idx))
+    }
+
+    /// Multiplies the keys by the queries.
+    #[inline(always)]
+    unsafe fn score<const R: usize>(&mut self) {
+        let (amx, tile, num_keys) = (self.amx, self.tile, self.num_keys);
         let simd = Avx512::from(amx);
         let chunks = tile.head_dim() / DEPTH;
         let len = chunks * TILE_ELEMENTS;
@@ -291,11 +288,8 @@ impl Split<'_, '_, '_> {
                 let position = self.idx * SPLIT_LEN + (first + idx).min(last) * TILE_LEN;
                 *keys = sixteen_slots(tile, cache, position);
             }
-            let mut to_fetch = match group {
-                0 => (num_keys - first * TILE_LEN).min(NUM_SUMS * TILE_LEN),
-                _ => 0,
-            };
-            let queries = self.matrices.queries.slice(group * len..(group + 1) * len);
+            let mut to_fetch = (num_keys - first * TILE_LEN).min(NUM_SUMS * TILE_LEN);
+            let queries = self.matrices.queries.slice(0..len);
             amx.clear();
             for (chunk, queries) in queries.chunks_exact(TILE_ELEMENTS).enumerate() {
                 // A little at a time: what asks for more lines than can be on their way at once waits.
@@ -319,7 +313,7 @@ impl Split<'_, '_, '_> {
 
     /// Multiplies the weights by the values, and adds up the weights, into rows of partial results.
     #[inline(always)]
-    unsafe fn mix<const R: usize>(&mut self, num_keys: usize, is_single: bool, partial: &mut [f32]) {
+    unsafe fn mix<const R: usize>(&mut self, partial: &mut [f32]) {
         let width = self.tile.head_dim();
         // SAFETY: a tile of ones.
         unsafe { self.amx.load_fifth(ONES.as_ptr().cast()) };
@@ -327,9 +321,9 @@ impl Split<'_, '_, '_> {
             // SAFETY: passed on.
             unsafe {
                 if column + NUM_SUMS * TILE_LEN <= width {
-                    self.mix_columns::<R, NUM_SUMS>(column, num_keys, is_single, partial);
+                    self.mix_columns::<R, NUM_SUMS>(column, partial);
                 } else {
-                    self.mix_columns::<R, 2>(column, num_keys, is_single, partial);
+                    self.mix_columns::<R, 2>(column, partial);
                 }
             }
         }
@@ -337,37 +331,30 @@ impl Split<'_, '_, '_> {
 
     /// The columns from one on, N tiles of them.
     #[inline(always)]
-    unsafe fn mix_columns<const R: usize, const N: usize>(
-        &mut self,
-        column: usize,
-        num_keys: usize,
-        is_single: bool,
-        partial: &mut [f32],
-    ) {
-        let (amx, width) = (self.amx, self.tile.head_dim());
+    unsafe fn mix_columns<const R: usize, const N: usize>(&mut self, column: usize, partial: &mut [f32]) {
+        let (amx, tile, num_keys) = (self.amx, self.tile, self.num_keys);
+        let width = tile.head_dim();
         let row_len = partial_row_len(width);
         amx.clear();
         let columns = column..column + N * TILE_LEN;
         let step_len = VALUE_STEP / DEPTH * N * TILE_ELEMENTS;
         let num_steps = num_keys.div_ceil(VALUE_STEP);
         let positions = |step: usize| step * VALUE_STEP..num_keys.min((step + 1) * VALUE_STEP);
-        if is_single {
+        let pack = |step: usize, values: &mut AlignedBuffer| {
+            let values = values.slice(step % 2 * step_len..(step % 2 + 1) * step_len);
             // SAFETY: passed on.
-            unsafe { self.pack_values(positions(0), columns.clone(), 0) };
-        }
+            unsafe { pack_values(tile, self.idx, positions(step), columns.clone(), values) };
+        };
+        pack(0, &mut self.matrices.values);
         for step in 0..num_steps {
-            let mut start = packed_start(self.num_keys, column) + step * step_len;
-            if is_single {
-                start = step % 2 * step_len;
-                if step + 1 < num_steps {
-                    // SAFETY: passed on.
-                    unsafe { self.pack_values(positions(step + 1), columns.clone(), step_len - start) };
-                }
+            if step + 1 < num_steps {
+                pack(step + 1, &mut self.matrices.values);
             }
+            let start = step % 2 * step_len;
             let chunks = positions(step).len().div_ceil(DEPTH);
             let first = step * VALUE_STEP;
             for chunk in 0..chunks {
-                if is_single && column == 0 {
+                if column == 0 {
                     let num_slots = DEPTH.min(num_keys - first - chunk * DEPTH);
                     self.prefetch.advance(Avx512::from(amx), num_slots);
                 }
@@ -396,105 +383,16 @@ impl Split<'_, '_, '_> {
             partial[width + 1] = totals[0];
         }
     }
-
-    /// Interleaves all values of the split.
-    #[inline(always)]
-    unsafe fn pack_all_values(&mut self) {
-        let width = self.tile.head_dim();
-        for column in (0..width).step_by(NUM_SUMS * TILE_LEN) {
-            let columns = column..width.min(column + NUM_SUMS * TILE_LEN);
-            for first in (0..self.num_keys).step_by(VALUE_STEP) {
-                let positions = first..self.num_keys.min(first + VALUE_STEP);
-                if column == 0 {
-                    self.prefetch.advance(Avx512::from(self.amx), positions.len());
-                }
-                let start = packed_start(self.num_keys, column) + first / DEPTH * columns.len() * TILE_LEN;
-                // SAFETY: passed on.
-                unsafe { self.pack_values(positions, columns.clone(), start) };
-            }
-        }
-    }
-
-    /// Interleaves the values of neighbouring positions, of some of the columns, into tiles from `start` on; zeros fill
-    /// up the last ones. The first of every two tiles takes from each eight columns the lower four, the other one the
-    /// upper four: `restore_order`.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn pack_values(&mut self, positions: Range<usize>, columns: Range<usize>, start: usize) {
-        let (tile, cache) = (self.tile, &self.tile.value_cache);
-        let stride = cache.slot_stride * cache.dtype.size();
-        let chunk_len = columns.len() * TILE_LEN;
-        let num_chunks = positions.len().div_ceil(DEPTH);
-        let values = self.matrices.values.slice(start..start + num_chunks * chunk_len);
-        for (half, first) in (positions.start..positions.start + num_chunks * DEPTH)
-            .step_by(TILE_LEN)
-            .enumerate()
-        {
-            let count = positions.end.saturating_sub(first).min(TILE_LEN);
-            let slots = if count > 0 {
-                sixteen_slots(tile, cache, self.idx * SPLIT_LEN + first)
-            } else {
-                std::ptr::null()
-            };
-            for (idx, column) in columns.clone().step_by(DEPTH).enumerate() {
-                let place = half / 2 * chunk_len + 2 * idx * TILE_ELEMENTS + half % 2 * TILE_ELEMENTS / 2;
-                for pair in 0..TILE_LEN / 2 {
-                    let low = slots.wrapping_add(2 * pair * stride + 2 * column);
-                    let mut both = [_mm512_setzero_si512(); 2];
-                    // SAFETY: 32 elements of a slot, for which the caller vouches.
-                    unsafe {
-                        if 2 * pair < count {
-                            both[0] = _mm512_loadu_si512(low.cast());
-                        }
-                        if 2 * pair + 1 < count {
-                            both[1] = _mm512_loadu_si512(low.wrapping_add(stride).cast());
-                        }
-                    }
-                    let [low, high] = both;
-                    let place = place + pair * TILE_LEN;
-                    let lower = vector_at_mut(values, place).as_mut_ptr();
-                    let upper = vector_at_mut(values, place + TILE_ELEMENTS).as_mut_ptr();
-                    // SAFETY: sixteen numbers each.
-                    unsafe {
-                        _mm512_storeu_si512(lower.cast(), _mm512_unpacklo_epi16(low, high));
-                        _mm512_storeu_si512(upper.cast(), _mm512_unpackhi_epi16(low, high));
-                    }
-                }
-            }
-        }
-    }
 }
 
-/// Where the packed values of the columns from one on begin.
+/// Numbers that the scores of R rows take.
 #[inline(always)]
-fn packed_start(num_keys: usize, column: usize) -> usize {
-    num_keys.next_multiple_of(DEPTH) / 2 * column
+pub(super) const fn scores_len(num_rows: usize) -> usize {
+    SPLIT_LEN * num_rows + TILE_LEN
 }
 
-/// Address of the first of sixteen slots that lie in one block; the position is a multiple of sixteen.
+/// Numbers that the weights of R rows take.
 #[inline(always)]
-fn sixteen_slots(tile: &Tile<'_>, cache: &CacheView, position: usize) -> *const u8 {
-    let block = tile.table[position / cache.block_size];
-    let block = usize::try_from(block).expect("checked: no block id is negative");
-    cache.row(block, tile.kv_head, position % cache.block_size)
-}
-
-/// Puts the sums of two tiles of columns, as `pack_values` makes them, into the order of the columns.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn restore_order(sums: &[f32], columns: &mut [f32]) {
-    const ORDER: [[i32; LANES]; 2] = [
-        [0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23],
-        [8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31],
-    ];
-    // SAFETY: sixteen numbers each.
-    unsafe {
-        let lower = _mm512_loadu_ps(vector_at(sums, 0).as_ptr());
-        let upper = _mm512_loadu_ps(vector_at(sums, LANES).as_ptr());
-        for (half, order) in ORDER.iter().enumerate() {
-            let order = _mm512_loadu_si512(order.as_ptr().cast());
-            let place = vector_at_mut(columns, half * LANES).as_mut_ptr();
-            _mm512_storeu_ps(place, _mm512_permutex2var_ps(lower, order, upper));
-        }
-    }
+pub(super) const fn weights_len(num_rows: usize) -> usize {
+    SPLIT_LEN / 2 * num_rows + TILE_ELEMENTS
 }
