@@ -60,6 +60,12 @@ impl Avx512 {
         Self::detect()?;
         Amx::detect().map(Self::from)
     }
+
+    /// The same without the matrix tiles.
+    pub(super) fn without_amx(mut self) -> Self {
+        self.0 = None;
+        self
+    }
 }
 
 impl From<Amx> for Avx512 {

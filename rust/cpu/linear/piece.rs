@@ -43,7 +43,7 @@ pub(super) enum Pass {
 }
 
 /// One tile: rows of x times panels, summed over a cut of K.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Tile {
     pub(super) num_rows: usize,
     pub(super) num_panels: usize,
@@ -63,6 +63,11 @@ pub(super) struct Tile {
     pub(super) resumes: bool,
     /// Who else multiplies these panels.
     pub(super) pass: Pass,
+    /// Those of the panels whose next elements, which are multiplied after these, this tile may ask for: the passes of
+    /// the blocks share them out, so that memory is read all the time.
+    pub(super) fetch: Range<usize>,
+    /// Bytes from an element to the one in its place then.
+    pub(super) fetch_ahead: usize,
 }
 
 /// The inner loops of an arithmetic. An element's sum takes its products in the same order whatever the size of the
@@ -70,7 +75,7 @@ pub(super) struct Tile {
 pub(super) trait MicroKernel: Copy {
     /// Most rows of a tile.
     const MAX_ROWS: usize;
-    /// Elements along K after which the sums are put aside, if there is more than one block of rows.
+    /// Elements along K after which the sums are put aside.
     const MAX_DEPTH: usize;
 
     /// Most panels of a tile when there are so many rows.
@@ -116,7 +121,12 @@ impl Piece<'_> {
         let rows_per_chunk = rows_per_chunk(self.x.row_bytes());
         let num_rows = self.rows.len().min(rows_per_chunk);
         // Gated columns come in pairs of panels, and both must be there when the sums are complete.
-        let group = kernel.max_panels(num_rows).next_multiple_of(2);
+        let widest = kernel.max_panels(num_rows);
+        let group = if widest.is_multiple_of(2) {
+            widest
+        } else {
+            2 * widest
+        };
         sums.reserve(num_rows * group * LANES);
         for first_row in self.rows.clone().step_by(rows_per_chunk) {
             let rows = first_row..self.rows.end.min(first_row + rows_per_chunk);
@@ -143,11 +153,17 @@ impl Piece<'_> {
         let stride = panels.len() * LANES;
         let max_panels = kernel.max_panels(rows.len());
         let block = block_len(rows.len(), M::MAX_ROWS);
-        let max_depth = if rows.len() > block { M::MAX_DEPTH } else { depth };
-        let cut = block_len(depth, max_depth).next_multiple_of(weight.arithmetic().step());
+        let num_passes = rows.len().div_ceil(block);
+        let cut = block_len(depth, M::MAX_DEPTH).next_multiple_of(weight.arithmetic().step());
+        let step_bytes = LANES * weight.dtype().size();
         for first_k in (0..depth).step_by(cut) {
             let next_k = depth.min(first_k + cut);
-            for first in rows.clone().step_by(block) {
+            let fetch_ahead = if next_k < depth {
+                cut * step_bytes
+            } else {
+                panels.len() * weight.panel_bytes() - first_k * step_bytes
+            };
+            for (idx, first) in rows.clone().step_by(block).enumerate() {
                 let block_rows = first..rows.end.min(first + block);
                 // Sums that do not wait for the next cut share one place in the nearest cache.
                 let waiting = if cut < depth { first - rows.start } else { 0 };
@@ -160,20 +176,22 @@ impl Piece<'_> {
                     Pass::Later
                 };
                 for panel in panels.clone().step_by(max_panels) {
+                    let num_panels = max_panels.min(panels.end - panel);
+                    let share = num_panels.div_ceil(num_passes);
                     let tile = Tile {
                         num_rows: block_rows.len(),
-                        num_panels: max_panels.min(panels.end - panel),
+                        num_panels,
                         depth: next_k - first_k,
                         x: self.x.at(first, first_k),
                         x_stride: self.x.row_stride * self.x.dtype.size(),
-                        panels: weight
-                            .panel(panel)
-                            .wrapping_add(first_k * LANES * weight.dtype().size()),
+                        panels: weight.panel(panel).wrapping_add(first_k * step_bytes),
                         panel_stride: weight.panel_bytes(),
                         sums: sums[(panel - panels.start) * LANES..].as_mut_ptr(),
                         sums_stride: stride,
                         resumes: first_k > 0,
                         pass,
+                        fetch: num_panels.min(idx * share)..num_panels.min((idx + 1) * share),
+                        fetch_ahead,
                     };
                     // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far.
                     unsafe { kernel.tile(&tile) };
