@@ -213,7 +213,7 @@ fn sampling(criterion: &mut Criterion) {
             words[1] = top_p.to_bits().cast_signed();
             let parameters = vec![words; num_rows];
             measure(criterion, name, num_rows, num_rows * VOCAB * 4, || {
-                sample(&logits, &parameters, &mut tokens).expect("they are numbers");
+                sample(&logits, &parameters, &mut tokens);
             });
         }
     }

@@ -528,8 +528,7 @@ def sample(
 ) -> None:
     """Draws a token a row: `pagedkv.ops.Ops.sample`. Addresses: i64 [R] written, f32 [R, V], i32 [R, 9].
 
-    The parameters are the arena's words. Raises ValueError for a row that cannot be sampled, as the contract
-    says. The same rule for the GIL as in `StepPlan.paged_attention`.
+    The parameters are the arena's words. The same rule for the GIL as in `StepPlan.paged_attention`.
     """
 
 def logprobs(
@@ -537,8 +536,7 @@ def logprobs(
 ) -> tuple[list[float], list[list[int]], list[list[float]]]:
     """Log probabilities: `pagedkv.ops.Ops.logprobs`. Addresses: f32 [R, V] and i64 [R].
 
-    Raises ValueError for a row that holds NaN or infinity at its largest, and for a chosen token outside the
-    vocabulary.
+    Raises ValueError for a chosen token outside the vocabulary.
     """
 
 def swap_blocks(

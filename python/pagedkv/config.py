@@ -184,7 +184,7 @@ class EngineConfig:
             "max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_SIZE, f"an integer in 1..{MAX_SIZE}"
         )
         for option, low, high, allowed in (
-            ("max_model_len", 1, None, "an integer >= 1"),
+            ("max_model_len", 2, None, "an integer >= 2"),
             ("num_blocks", 2, None, "an integer >= 2"),
             ("max_pinned_blocks", 0, MAX_SIZE, f"an integer in 0..{MAX_SIZE}"),
             ("threads", 1, MAX_THREADS, f"an integer in 1..{MAX_THREADS}"),

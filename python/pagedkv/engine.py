@@ -20,6 +20,7 @@ from pagedkv._core import Core, StepHeader
 from pagedkv.errors import EngineDead
 from pagedkv.events import VOID, BeamAnswer, StepReport
 from pagedkv.holds import told_ms
+from pagedkv.ops import unsampled
 from pagedkv.runner import LaunchedStep, ModelRunner
 
 logger = logging.getLogger("pagedkv")
@@ -54,7 +55,7 @@ class Engine:
 
     Attributes:
         events: what the steps brought about.
-        last_error: what the last step that failed raised.
+        last_error: what the last step that failed raised, or what was wrong with a row of logits.
     """
 
     def __init__(self, core: Core, runner: ModelRunner, *, overlap: bool = False) -> None:
@@ -79,8 +80,9 @@ class Engine:
     def step(self) -> StepReport | None:
         """Finishes one step, the next one being launched before with overlap. None: there was nothing to do.
 
-        A forward pass that raises costs the requests of its step, which a later step reports as ended, and
-        nothing else. Raises what the device raises if it does not work any more after such a failure.
+        A forward pass that raises costs the requests of its step, a row that cannot be sampled its request,
+        and nothing else; a later step reports them as ended. Raises what the device raises if it does not
+        work any more after such a failure.
         """
         # Nothing can go on from a step that was not computed.
         while len(self._in_flight) < self._most_in_flight and not self._is_failed:
@@ -153,6 +155,9 @@ class Engine:
         except BaseException:
             self._give_up()
             raise
+        if (wrong := unsampled(result.tokens)) is not None:
+            logger.error("step %d: %s; its request ends with an error", header.step_id, wrong)
+            self.last_error = wrong
         states = self.core.commit(header.step_id, result.tokens, result.candidates)
         self._in_flight.popleft()
         if header.num_beam_rows:
@@ -161,7 +166,7 @@ class Engine:
                 for core_id, answers in self.core.take_beams()
             ]
         report.num_events += header.num_rows
-        if self._most_in_flight > 1:
+        if wrong is not None or self._most_in_flight > 1:
             report.num_events -= int((states == VOID).sum())
         report.logprobs = result.logprobs
         report.finished_s = time.monotonic()

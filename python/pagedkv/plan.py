@@ -122,7 +122,7 @@ def plan_pool(
         return PoolPlan(num_blocks, longest, reason)
     if max_model_len > longest:
         why = f", because {reason}" if reason else ", the length that the model was trained for"
-        raise ValueError(f"max_model_len is {max_model_len}, allowed: 1..{longest}{why}")
+        raise ValueError(f"max_model_len is {max_model_len}, allowed: 2..{longest}{why}")
     return PoolPlan(num_blocks, max_model_len)
 
 

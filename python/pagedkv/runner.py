@@ -21,7 +21,7 @@ from pagedkv.candidates import likeliest
 from pagedkv.decode_graphs import DecodeGraphs
 from pagedkv.events import RowLogprobs
 from pagedkv.kv_cache import KVCache
-from pagedkv.ops import Ops, check_sampled
+from pagedkv.ops import NOT_A_NUMBER, Ops
 from pagedkv.stage import Fetched, HostStage, Stage
 from pagedkv.swap import HostSwap
 
@@ -69,7 +69,9 @@ Candidates = tuple[NDArray[np.int32], NDArray[np.float32]]
 class StepResult:
     """Sampled tokens [R] int32, and the log-probabilities that were asked for.
 
-    `candidates`: of the rows of beams, token ids int32 [B, K] and their log-probabilities float32 [B, K].
+    A row that could not be sampled has a negative number, see `Ops.sample`; so has one of a beam that could
+    not be ranked. `candidates`: of the rows of beams, token ids int32 [B, K] and their log-probabilities
+    float32 [B, K].
     """
 
     tokens: NDArray[np.int32]
@@ -87,7 +89,7 @@ class LaunchedStep:
         fetched: Fetched | None = None,
         *,
         rows_with_logprobs: list[int] | None = None,
-        beams: tuple[Tensor, int] | None = None,
+        beams: tuple[NDArray[np.int32], Tensor, int] | None = None,
     ) -> None:
         """Keeps what the result is made of.
 
@@ -97,7 +99,7 @@ class LaunchedStep:
             fetched: Brings tokens [R] and, if `rows_with_logprobs`, what `Ops.logprobs` returned for them.
                 None: nothing was sampled.
             rows_with_logprobs: Rows that asked for log-probabilities.
-            beams: Logits of the rows of beams, and how many candidates each needs.
+            beams: The rows of beams, their logits, and how many candidates each needs.
         """
         self._num_rows = num_rows
         self._stage = stage
@@ -107,7 +109,7 @@ class LaunchedStep:
 
     @torch.inference_mode()
     def result(self) -> StepResult:
-        """Waits for what was sampled. Raises whatever the device or the operations raise, see `Ops.sample`.
+        """Waits for what was sampled. Raises whatever the device raises.
 
         A step without rows has nothing to wait for: what comes after it is enqueued behind it.
         """
@@ -115,14 +117,15 @@ class LaunchedStep:
         if self._fetched is not None:
             sampled, *rest = self._fetched()
             tokens = sampled.numpy().astype(np.int32)
-            check_sampled(tokens)
             if rest:
                 index = {row: entry for entry, row in enumerate(self._rows_with_logprobs)}
                 logprobs = RowLogprobs(index, *(values.tolist() for values in rest))
         if self._beams is not None:
+            rows, logits, num_candidates = self._beams
             with self._stage.active():
-                ids, values = likeliest(*self._beams)
+                ids, values = likeliest(logits, num_candidates)
                 candidates = (ids.to("cpu", torch.int32).numpy(), values.cpu().numpy())
+            tokens[rows[np.isnan(candidates[1]).any(1)]] = NOT_A_NUMBER
         return StepResult(tokens, logprobs, candidates)
 
 
@@ -239,7 +242,7 @@ class ModelRunner:
             return logits, None
         tokens = self.ops.sample(logits, batch.sampling)
         # A row that could not be sampled is a negative number, which nobody has seen yet when the next step
-        # reads it. That must find a token, or its failure would cost more than the requests of this step.
+        # reads it. That must find a token, or its failure would cost more than the request of this row.
         torch.clamp(tokens, min=0, out=self._sampled[: len(tokens)])
         return logits, tokens
 
@@ -255,13 +258,14 @@ class ModelRunner:
         if header.num_beam_rows:
             beam_rows, wanted = arena_section(arena, "beams").T
             # A copy: logits that a graph has left are gone with the next step.
-            beams = logits[self.stage.send(torch.tensor(beam_rows))], int(wanted.max())
+            beams = beam_rows.copy(), logits[self.stage.send(torch.tensor(beam_rows))], int(wanted.max())
         if tokens is not None:
             results = [tokens]
             num_logprobs = arena_section(arena, "sampling")[:, -1]
             if num_logprobs.max() >= 0:
                 rows = np.flatnonzero(num_logprobs >= 0).tolist()
                 picked = self.stage.send(torch.tensor(rows))
-                results += self.ops.logprobs(logits[picked], tokens[picked], int(num_logprobs.max()))
+                chosen = tokens[picked].clamp(min=0)  # A row that could not be sampled has chosen no token.
+                results += self.ops.logprobs(logits[picked], chosen, int(num_logprobs.max()))
             fetched = self.stage.fetch(results)
         return LaunchedStep(header.num_rows, self.stage, fetched, rows_with_logprobs=rows, beams=beams)

@@ -62,11 +62,6 @@ impl Logits<'_> {
     }
 }
 
-/// Why a row cannot be sampled.
-fn refusal(row: usize, what: &str) -> InvalidArgument {
-    InvalidArgument::new(format!("row {row} of the logits"), what, "numbers")
-}
-
 /// How one row is sampled.
 #[derive(Clone, Copy, Debug)]
 struct Parameters {
@@ -95,29 +90,15 @@ impl Parameters {
     }
 }
 
-/// Draws one token a row into `tokens`; `parameters` has one entry a row.
-///
-/// # Errors
-/// The first row that holds NaN, or whose largest logit is infinite while there is a choice.
-pub fn sample(
-    logits: &Logits<'_>,
-    parameters: &[[i32; NUM_PARAMETERS]],
-    tokens: &mut [i64],
-) -> Result<(), InvalidArgument> {
-    sample_on(Isa::best(), logits, parameters, tokens)
+/// Draws one token a row into `tokens`; `parameters` has one entry a row. A row that holds NaN, or whose largest logit is
+/// infinite while there is a choice, gets a negative number: it must cost the other rows nothing.
+pub fn sample(logits: &Logits<'_>, parameters: &[[i32; NUM_PARAMETERS]], tokens: &mut [i64]) {
+    sample_on(Isa::best(), logits, parameters, tokens);
 }
 
 /// Does so on a given instruction set.
-///
-/// # Errors
-/// As `sample`.
-pub fn sample_on(
-    isa: Isa,
-    logits: &Logits<'_>,
-    parameters: &[[i32; NUM_PARAMETERS]],
-    tokens: &mut [i64],
-) -> Result<(), InvalidArgument> {
-    let mut rows: Vec<_> = parameters.iter().zip(&mut *tokens).enumerate().collect();
+pub fn sample_on(isa: Isa, logits: &Logits<'_>, parameters: &[[i32; NUM_PARAMETERS]], tokens: &mut [i64]) {
+    let mut rows: Vec<_> = parameters.iter().zip(tokens).enumerate().collect();
     pool::for_each(
         &mut rows,
         estimated_ns(logits, parameters),
@@ -132,11 +113,6 @@ pub fn sample_on(
             });
         },
     );
-    match tokens.iter().position(|&token| token < 0) {
-        None => Ok(()),
-        Some(row) if tokens[row] == NOT_A_NUMBER => Err(refusal(row, "NaN somewhere")),
-        Some(row) => Err(refusal(row, "infinite at its largest")),
-    }
 }
 
 /// A guess at the duration of `sample` on the present number of threads.
@@ -153,7 +129,7 @@ pub fn estimated_ns(logits: &Logits<'_>, parameters: &[[i32; NUM_PARAMETERS]]) -
     (ns / pool::num_threads()) as u64
 }
 
-/// In place of a token: the row holds NaN.
+/// In place of a token: the row holds NaN. `pagedkv.ops` and `cuda/sample.cu` have the same numbers.
 const NOT_A_NUMBER: i64 = -1;
 /// In place of a token: the largest logit is infinite.
 const INFINITE: i64 = -2;
@@ -334,7 +310,8 @@ fn best_with_noise(scores: &[f32], key: NoiseKey) -> i64 {
     token as i64
 }
 
-/// Log probabilities of a row before temperature and filters.
+/// Log probabilities of a row before temperature and filters; all of them NaN where the row holds NaN or is infinite at its
+/// largest.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RowLogprobs {
     /// Of the chosen token.
@@ -346,7 +323,7 @@ pub struct RowLogprobs {
 /// Log probabilities of the chosen tokens and of the `k` most likely ones, row by row.
 ///
 /// # Errors
-/// The first row that holds NaN or infinity, or whose chosen token is not in the vocabulary.
+/// The first row whose chosen token is not in the vocabulary.
 pub fn logprobs(logits: &Logits<'_>, chosen: &[i64], k: usize) -> Result<Vec<RowLogprobs>, InvalidArgument> {
     if let Some(row) = chosen
         .iter()
@@ -360,22 +337,25 @@ pub fn logprobs(logits: &Logits<'_>, chosen: &[i64], k: usize) -> Result<Vec<Row
         ));
     }
     let ids = chosen.iter().map(|&id| usize::try_from(id).unwrap_or_default());
-    let mut rows: Vec<_> = ids.map(|id| (id, None)).enumerate().collect();
+    let k = k.min(logits.vocab_size);
+    let unknown = RowLogprobs {
+        chosen: f32::NAN,
+        top: (0..k).map(|id| (id, f32::NAN)).collect(),
+    };
+    let mut rows: Vec<_> = ids.map(|id| (id, unknown.clone())).enumerate().collect();
     let estimated_ns = (chosen.len() * logits.vocab_size / DRAWN_PER_NS / pool::num_threads()) as u64;
     pool::for_each(&mut rows, estimated_ns, |(row, (id, place))| {
         SCRATCH.with_borrow_mut(|scratch| {
             Isa::best().run(RankRow {
                 logits: logits.row(*row),
                 chosen: *id,
-                k: k.min(logits.vocab_size),
+                k,
                 scratch,
                 place,
             });
         });
     });
-    rows.into_iter()
-        .map(|(row, (_, place))| place.ok_or_else(|| refusal(row, "NaN or infinite somewhere")))
-        .collect()
+    Ok(rows.into_iter().map(|(_, (_, place))| place).collect())
 }
 
 struct RankRow<'k> {
@@ -383,7 +363,7 @@ struct RankRow<'k> {
     chosen: usize,
     k: usize,
     scratch: &'k mut Scratch,
-    place: &'k mut Option<RowLogprobs>,
+    place: &'k mut RowLogprobs,
 }
 
 impl Kernel for RankRow<'_> {
@@ -408,10 +388,10 @@ impl Kernel for RankRow<'_> {
             top.extend(kept.filter(|&(id, value)| cut.keeps(value, id)));
             top.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
         }
-        *self.place = Some(RowLogprobs {
+        *self.place = RowLogprobs {
             chosen: values[self.chosen],
             top,
-        });
+        };
     }
 }
 

@@ -6,7 +6,7 @@ use super::request::{CachePriority, FinishReason};
 use super::scheduler::Scheduler;
 use super::sequence::Sequence;
 use super::slab::SeqIdx;
-use super::step::Ended;
+use super::step::{Ended, row_request};
 
 impl Scheduler {
     /// Ends every sample of a request, forked or not. Nothing happens if all of them have ended.
@@ -17,6 +17,26 @@ impl Scheduler {
             .map_or_else(Vec::new, |live| live.sequences.clone());
         for idx in sequences {
             self.end_sequence(idx, reason, true);
+        }
+    }
+
+    /// Ends the requests of rows of the oldest step in flight that could not be sampled. What the step computed of them is
+    /// void, as if they had been aborted while it was: nobody is to find a block of whatever made such logits.
+    pub(super) fn end_unsampled(&mut self, tokens: &[i32]) {
+        let Some(step) = self
+            .steps
+            .oldest()
+            .filter(|_| tokens.iter().any(|&token| token < 0))
+        else {
+            return;
+        };
+        let rows = step.rows.iter().zip(tokens);
+        let requests: Vec<RequestId> = rows
+            .filter(|&(_, &token)| token < 0)
+            .map(|(row, _)| row_request(row))
+            .collect();
+        for request in requests {
+            self.end_request(request, FinishReason::Error);
         }
     }
 

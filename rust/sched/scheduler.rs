@@ -214,6 +214,9 @@ impl Scheduler {
     /// `states` gets 0 or the finish reason of each, or [`VOID`]. All rows of a search get the same one:
     /// [`Self::take_beams`] has the answers of those that ended.
     ///
+    /// A negative number in place of a token is a row that could not be sampled. It ends its request, which the next
+    /// `schedule` reports, and no other.
+    ///
     /// # Errors
     /// `NotInFlight`, `RowCount`, `CandidateCount`. Nothing has changed then.
     pub fn commit(
@@ -233,12 +236,13 @@ impl Scheduler {
             });
         }
         Self::check_candidates(&oldest.beams, candidates)?;
+        let num_changes = self.queues.num_changes();
+        self.end_unsampled(tokens);
         let Some(step) = self.steps.pop() else {
             return Err(StepError::NotInFlight { step_id });
         };
         states.clear();
         states.reserve(rows);
-        let num_changes = self.queues.num_changes();
         self.take_rows(&step, tokens, candidates, states);
         self.report_rows(&step, tokens, states);
         let has_beams = !step.beams.is_empty();

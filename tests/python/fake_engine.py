@@ -270,6 +270,7 @@ async def serving(
     strict: bool = False,
     api_keys: tuple[str, ...] = (),
     keys_are_tenants: bool | None = None,
+    tenant_keys: frozenset[str] = frozenset(),
     keeps_engine: bool = False,
 ) -> AsyncIterator[TestClient]:
     """A client of a server around `engine`, set up as `python -m pagedkv.serve` does it.
@@ -277,7 +278,7 @@ async def serving(
     `keeps_engine`: the engine outlives its server, so that its state can be looked at afterwards.
     """
     are_tenants = len(api_keys) > 1 if keys_are_tenants is None else keys_are_tenants
-    app = build_app(engine, ServeOptions(names, "mock-root", strict, api_keys, are_tenants))
+    app = build_app(engine, ServeOptions(names, "mock-root", strict, api_keys, are_tenants, tenant_keys))
     if keeps_engine:
         app.on_shutdown.clear()
     async with TestClient(TestServer(app)) as client:

@@ -71,7 +71,7 @@ def test_the_typed_keyword_arguments_are_the_fields():
         ("block_size", 512, "a power of two in 1..256"),
         ("block_size", True, "a power of two in 1..256"),
         ("block_size", "16", "a power of two in 1..256"),
-        ("max_model_len", 0, "an integer >= 1"),
+        ("max_model_len", 1, "an integer >= 2"),
         ("max_num_seqs", 0, "an integer in 1..16777216"),
         ("max_num_batched_tokens", -1, "an integer in 1..16777216"),
         ("max_num_batched_tokens", 2.0, "an integer in 1..16777216"),

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from pagedkv import LLM, RequestFailed, loading
 from tiny_llm import GREEDY, assert_at_rest, check_all
@@ -59,6 +61,32 @@ def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeyp
     with pytest.raises(RequestFailed, match="ArithmeticError: a bad step") as failure:
         llm.generate([one.prompt for one in expected], GREEDY, use_tqdm=False)
     assert isinstance(failure.value.__cause__, ArithmeticError)
+    assert_at_rest(llm)
+    check_all(llm, expected)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_row_of_nan_ends_its_request_only(checkpoint, expected, monkeypatch, overlap):
+    llm = LLM(**checkpoint.options, overlap=overlap)
+    forward, prompts = llm._engine.runner.model, [one.prompt for one in expected]
+    # Only its prompt has a token at this position in a step of this length.
+    broken = max(range(len(prompts)), key=lambda one: len(prompts[one]))
+    last, failed = len(prompts[broken]) - 1, []
+
+    def spoilt(batch, *rest):
+        logits = forward(batch, *rest)
+        rows = torch.nonzero(batch.positions[batch.sample_rows.long()] == last).squeeze(1)
+        if len(rows) and not failed:
+            failed.append(len(rows))
+            logits[rows] = torch.nan
+        return logits
+
+    monkeypatch.setattr(llm._engine.runner, "model", spoilt)
+    params = replace(GREEDY, logprobs=2)
+    with pytest.raises(RequestFailed, match="of the logits is NaN somewhere, allowed: numbers"):
+        llm.generate(prompts, params, use_tqdm=False)
+    assert failed == [1]
+    assert llm.stats()["finished_error"] == 1
     assert_at_rest(llm)
     check_all(llm, expected)
 

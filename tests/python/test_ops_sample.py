@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from arena_writer import sampling_words
 from pagedkv import _core
 from pagedkv.batch import SamplingRows
-from pagedkv.ops import cpu, exact, reference
+from pagedkv.ops import cpu, exact, reference, unsampled
 
 
 @pytest.fixture(autouse=True)
@@ -103,19 +104,26 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("ops", [cpu, reference])
-def test_rows_that_cannot_be_sampled_are_named(ops: Any) -> None:
+def test_a_row_that_cannot_be_sampled_costs_the_others_nothing(ops: Any) -> None:
     greedy, drawn = {"temperature": 0.0}, {"temperature": 1.0}
-    logits = torch.zeros(3, 70)
-    logits[2, 69] = math.nan
-    for fields in (greedy, drawn):
-        with pytest.raises(ValueError, match="row 2 of the logits is NaN somewhere, allowed: numbers"):
-            ops.sample(logits, rows(fields, fields, fields))
+    for fields in (greedy, drawn, {"temperature": 1.0, "top_p": 0.9}):
+        logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(2))
+        expected = ops.sample(logits, rows(fields, fields, fields)).tolist()
+        logits[1, 69] = math.nan
+        assert ops.sample(logits, rows(fields, fields, fields)).tolist() == [expected[0], -1, expected[2]]
     for value in (math.inf, -math.inf):
         logits = torch.zeros(3, 70)
+        expected = ops.sample(logits, rows(greedy, drawn, drawn)).tolist()
         logits[1] = value
-        with pytest.raises(ValueError, match="row 1 of the logits is infinite at its largest"):
-            ops.sample(logits, rows(greedy, drawn, drawn))
+        assert ops.sample(logits, rows(greedy, drawn, drawn)).tolist() == [0, -2, expected[2]]
         assert ops.sample(logits, rows(greedy, greedy, greedy)).tolist() == [0, 0, 0]
+
+
+def test_what_is_wrong_with_a_row_is_said() -> None:
+    assert unsampled(np.array([0, 5], np.int32)) is None
+    says = [str(unsampled(np.array([3, token, 7], np.int32))) for token in (-1, -2)]
+    assert says[0] == "row 1 of the logits is NaN somewhere, allowed: numbers"
+    assert says[1] == "row 1 of the logits is infinite at its largest, allowed: numbers"
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -128,9 +136,17 @@ def test_wrong_arguments_are_named() -> None:
         cpu.logprobs(logits, torch.tensor([0, 10]), 1)
     with pytest.raises(ValueError, match=r"chosen is \[1\] of torch.int64, allowed: \[2\]"):
         cpu.logprobs(logits, torch.tensor([0]), 1)
-    logits[1, 3] = math.nan
-    with pytest.raises(ValueError, match="row 1 of the logits is NaN or infinite"):
-        cpu.logprobs(logits, torch.tensor([0, 0]), 1)
+
+
+@pytest.mark.parametrize("ops", [cpu, reference])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logprobs_of_a_row_without_any_are_nan(ops: Any, value: float) -> None:
+    logits = torch.zeros(2, 10)
+    logits[1, 3] = value
+    chosen, ids, top = ops.logprobs(logits, torch.tensor([0, 0]), 2)
+    assert (chosen.isnan().tolist(), top.isnan().all(1).tolist()) == ([False, True], [False, True])
+    assert (ids.shape, ids[0].tolist()) == ((2, 2), [0, 1])
+    assert chosen[0] == top[0, 0] == pytest.approx(-math.log(10))
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 20, 1000])

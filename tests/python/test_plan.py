@@ -91,15 +91,15 @@ def test_a_shorter_length_of_the_users_own_is_no_cap():
     [
         (
             {"max_model_len": 2049},
-            "max_model_len is 2049, allowed: 1..2048, the length that the model was trained for",
+            "max_model_len is 2049, allowed: 2..2048, the length that the model was trained for",
         ),
         (
             {"max_model_len": 500, "num_blocks": 20},
-            "max_model_len is 500, allowed: 1..320, because the pool holds 20 blocks of 16 tokens",
+            "max_model_len is 500, allowed: 2..320, because the pool holds 20 blocks of 16 tokens",
         ),
         (
             {"max_model_len": 500, "model_len": 400, "model_reason": "of its window"},
-            "max_model_len is 500, allowed: 1..400, because of its window",
+            "max_model_len is 500, allowed: 2..400, because of its window",
         ),
         (
             {"budget_bytes": 47 * 1024},

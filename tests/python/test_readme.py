@@ -160,6 +160,6 @@ def test_every_make_target_named_exists() -> None:
 
 def test_the_tenants_are_accepted() -> None:
     tenants = EngineConfig(tenants=json.loads(snippet("json", "min_blocks")))
-    keys, are_tenants = api_keys([], tenants)
+    keys, are_tenants, _ = api_keys([], tenants)
     assert len(keys) == 2
     assert are_tenants

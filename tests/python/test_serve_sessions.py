@@ -301,6 +301,20 @@ async def test_lookup(engine: AsyncLLM, client: TestClient) -> None:
         await post(client, "/v1/cache/reset")
 
 
+async def test_a_tenant_resets_nothing_of_others(engine: AsyncLLM) -> None:
+    keys = {"api_keys": ("operator", "tenant"), "tenant_keys": frozenset({"tenant"})}
+    async with serving(engine, **keys, keeps_engine=True) as client:
+        headers = {name: {"Authorization": f"Bearer {name}"} for name in keys["api_keys"]}
+        await post(client, COMPLETIONS, headers["operator"], prompt=TEXT, **GREEDY)
+        error = await refused(await client.post("/v1/cache/reset", headers=headers["tenant"]), 403)
+        assert error["code"] == "insufficient_permissions"
+        again = await post(client, COMPLETIONS, headers["operator"], prompt=TEXT, **GREEDY)
+        assert cached(again) > 0
+        await answer_of(await client.post("/v1/cache/reset", headers=headers["operator"]))
+        again = await post(client, COMPLETIONS, headers["operator"], prompt=TEXT, **GREEDY)
+        assert cached(again) == 0
+
+
 async def test_a_reset_leaves_running_requests_alone(engine: AsyncLLM, client: TestClient) -> None:
     alone = await post(client, COMPLETIONS, prompt=TEXT, **GREEDY | {"max_tokens": 400})
     await post(client, PINS, prompt=TEXT)

@@ -83,12 +83,12 @@ def test_no_salt_is_the_namespace_of_a_key() -> None:
 def test_one_key_is_everybody_s_and_several_are_tenants() -> None:
     named = EngineConfig(tenants=[{"name": "a", "api_key": "k1"}])
     salted = EngineConfig(tenants=[ACME])
-    assert api_keys([], EngineConfig()) == ((), False)
-    assert api_keys(["k"], EngineConfig()) == (("k",), False)
-    assert api_keys(["k", "l", "k"], EngineConfig()) == (("k", "l"), True)
-    assert api_keys([], named) == (("k1",), True)
-    assert api_keys(["k"], named) == (("k", "k1"), True)
-    assert api_keys(["k"], salted) == (("k",), False)
+    assert api_keys([], EngineConfig()) == ((), False, set())
+    assert api_keys(["k"], EngineConfig()) == (("k",), False, set())
+    assert api_keys(["k", "l", "k"], EngineConfig()) == (("k", "l"), True, set())
+    assert api_keys([], named) == (("k1",), True, {"k1"})
+    assert api_keys(["k"], named) == (("k", "k1"), True, {"k1"})
+    assert api_keys(["k"], salted) == (("k",), False, set())
     # Where keys tell tenants apart, nobody comes with a salt alone.
     for keys, tenants in ((["k", "l"], [ACME]), ([], [ACME, *named.named_tenants])):
         with pytest.raises(ValueError, match="'acme' has a cache_salt, allowed: an api_key for every tenant"):

@@ -254,6 +254,48 @@ fn a_failed_step_voids_what_depends_on_it_and_nothing_else() {
     simulator.assert_empty();
 }
 
+#[test]
+fn a_row_that_cannot_be_sampled_ends_its_request_and_no_other() {
+    for (overlap, num_steps) in (0..6).flat_map(|steps| [(false, steps), (true, steps)]) {
+        let mut simulator = Simulator::with_overlap(config(80, 4), overlap);
+        let samples = SamplingParams { n: 3, ..steadily(8) };
+        let all = [steadily(8), samples, beams(3, 8), steadily(8)];
+        let ids: Vec<RequestId> = (0..)
+            .zip(&all)
+            .map(|(seed, params)| simulator.submit(&prompt(seed, 9), params))
+            .collect();
+        for _ in 0..num_steps {
+            simulator.step();
+        }
+        simulator.broken.extend(&ids[..3]);
+        simulator.run(40);
+        let ended: Vec<i32> = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+            .map(|(request, index): (usize, u32)| simulator.ended[&(ids[request], index)])
+            .to_vec();
+        assert_eq!(ended, [4; 7]);
+        simulator.assert_complete((ids[3], 0), &prompt(3, 9), &all[3]);
+        simulator.assert_empty();
+        let stats = simulator.scheduler.edge().stats();
+        assert_eq!((stats.finished_error, stats.finished_length), (7, 1));
+    }
+}
+
+/// What made logits that cannot be sampled may stand in the cache as well.
+#[test]
+fn nobody_finds_what_a_step_computed_of_a_row_that_could_not_be_sampled() {
+    for overlap in [false, true] {
+        let mut simulator = Simulator::with_overlap(config(60, 4), overlap);
+        let broken = simulator.submit(&prompt(0, 21), &steadily(8));
+        simulator.broken.insert(broken);
+        simulator.run(10);
+        assert_eq!(simulator.ended[&(broken, 0)], 4);
+        let again = simulator.submit(&prompt(0, 21), &steadily(8));
+        simulator.run(40);
+        assert_eq!(simulator.cached[&again], 0);
+        simulator.assert_complete((again, 0), &prompt(0, 21), &steadily(8));
+    }
+}
+
 /// A session that ends in a step while the next one is in flight keeps what is computed, not what is void.
 #[test]
 fn a_session_keeps_what_was_computed_when_it_ended() {

@@ -118,6 +118,8 @@ pub(crate) struct Simulator {
     /// The same, in the order of the ends.
     pub(crate) ends: Vec<SampleId>,
     pub(crate) cached: HashMap<RequestId, u32>,
+    /// Requests whose rows cannot be sampled.
+    pub(crate) broken: HashSet<RequestId>,
     /// Whether a step is scheduled before the last one is committed.
     overlap: bool,
     launched: VecDeque<Launched>,
@@ -162,6 +164,7 @@ impl Simulator {
             answers: HashMap::new(),
             ends: Vec::new(),
             cached,
+            broken: HashSet::new(),
             overlap: false,
             launched: VecDeque::new(),
             sampled: Vec::new(),

@@ -13,7 +13,7 @@ cache may hold NaN.
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -162,30 +162,31 @@ class Ops(Protocol):
         depends on nothing but seed, sample index, position and token id; the mass of a token in
         `pagedkv.ops.exact`. Every backend draws the same tokens from the same logits.
 
-        Raises ValueError when a row holds NaN, or when its largest logit is infinite and it is not greedy. A
-        backend that does not wait for its device gives a negative number in place of the token instead:
-        whoever reads the tokens calls `check_sampled`.
+        A row that cannot be sampled costs the others nothing: in place of a token it gets `NOT_A_NUMBER` if
+        it holds NaN, and `INFINITE` if its largest logit is infinite and it is not greedy.
         """
 
     def logprobs(self, logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log probabilities before temperature and filters: logits f32 [R, V], chosen i64 [R].
 
         Returns the chosen tokens' f32 [R], the k most likely ids i64 [R, k] and theirs f32 [R, k], best
-        first.
+        first. Those of a row that holds NaN, or is infinite at its largest, are NaN.
         """
 
 
-# What `cuda/sample.cu` gives in place of a token; every other negative number means an infinite logit.
-NOT_A_NUMBER = -1
+# What `Ops.sample` gives in place of a token, as `cuda/sample.cu` and `rust/cpu/sample.rs` have it.
+NOT_A_NUMBER: Final = -1
+INFINITE: Final = -2
 
 
-def check_sampled(tokens: NDArray[np.int32]) -> None:
-    """Raises ValueError if a row could not be sampled, see `Ops.sample`."""
+def unsampled(tokens: NDArray[np.int32]) -> ValueError | None:
+    """Says of the first row that could not be sampled why, see `Ops.sample`; None if there is none."""
     failed = np.flatnonzero(tokens < 0)
-    if len(failed):
-        row = int(failed[0])
-        what = "NaN somewhere" if tokens[row] == NOT_A_NUMBER else "infinite at its largest"
-        raise ValueError(f"row {row} of the logits is {what}, allowed: numbers")
+    if not len(failed):
+        return None
+    row = int(failed[0])
+    what = "NaN somewhere" if tokens[row] == NOT_A_NUMBER else "infinite at its largest"
+    return ValueError(f"row {row} of the logits is {what}, allowed: numbers")
 
 
 def choose(backend: str, device: torch.device | None = None, *, swizzled: bool = False) -> Ops:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagedkv._core import Heartbeat
 from pagedkv.batch import SamplingRows, StepBatch
+from pagedkv.ops import INFINITE, NOT_A_NUMBER
 from pagedkv.ops.decoder import DecoderWeights, compose
 from pagedkv.ops.exact import UNIT_MASS, mass
 from pagedkv.ops.philox import gumbel_noise
@@ -190,9 +191,10 @@ def sample(logits: Tensor, sampling: SamplingRows) -> Tensor:
     rows = torch.nonzero(sampling.temperature > 0).squeeze(1)
     chosen = logits[rows]
     largest = chosen.amax(-1, keepdim=True)
-    if bool(largest.isinf().any()):
-        row = int(rows[torch.nonzero(largest.isinf())[0, 0]])
-        raise ValueError(f"row {row} of the logits is infinite at its largest, allowed: numbers")
+    if not bool(largest.isfinite().all()):
+        tokens[rows[largest.squeeze(1).isinf()]] = INFINITE
+        rows = rows[largest.squeeze(1).isfinite()]
+        chosen, largest = logits[rows], logits[rows].amax(-1, keepdim=True)
     # Subtracting the largest logit first changes no probability, and lets any temperature > 0 stay finite.
     # Adding zero makes one number of both zeros.
     scores = (chosen - largest) / sampling.temperature[rows, None] + 0.0
@@ -211,15 +213,16 @@ def sample(logits: Tensor, sampling: SamplingRows) -> Tensor:
 
 
 def _argmax(values: Tensor) -> Tensor:
-    """Column of each row's largest value, the lowest one on ties, which torch.argmax does not promise."""
+    """Column of each row's largest value, the lowest one on ties, which torch.argmax does not promise.
+
+    `NOT_A_NUMBER` for a row that holds NaN.
+    """
     vocab_size = values.shape[1]
     columns = torch.arange(vocab_size, device=values.device)
     is_largest = values == values.amax(-1, keepdim=True)
     result = torch.where(is_largest, columns, vocab_size).amin(-1)
-    if bool((result == vocab_size).any()):
-        row = int(torch.nonzero(result == vocab_size)[0, 0])
-        raise ValueError(f"row {row} of the logits is NaN somewhere, allowed: numbers")
-    return result
+    # The largest one of a row with NaN is NaN, which equals nothing.
+    return torch.where(result < vocab_size, result, NOT_A_NUMBER)
 
 
 def _kept(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from aiohttp import web
 from pagedkv.holds import Pin
 from pagedkv.serve.bodies import read_request
 from pagedkv.serve.cache_bodies import LookupRequest, PinRequest
+from pagedkv.serve.errors import ApiError
+from pagedkv.serve.middleware import API_KEY
 from pagedkv.serve.prompts import prompt_request
 from pagedkv.serve.served import SERVED
 from pagedkv.serve.tenancy import namespace_of
@@ -47,8 +49,12 @@ async def look_up(http_request: web.Request) -> web.Response:
 
 
 async def reset(http_request: web.Request) -> web.Response:
-    """Forgets what was computed, of all tenants."""
-    counts = await http_request.app[SERVED].engine.reset_prefix_cache()
+    """Forgets what was computed, of all tenants, so none of them may ask for it. Raises ApiError 403."""
+    served = http_request.app[SERVED]
+    if http_request.get(API_KEY) in served.options.tenant_keys:
+        message = "A reset concerns all tenants: it takes a key of --api-key, not the key of a tenant."
+        raise ApiError(403, message, code="insufficient_permissions")
+    counts = await served.engine.reset_prefix_cache()
     return web.json_response({"object": "cache.reset", **counts._asdict()})
 
 

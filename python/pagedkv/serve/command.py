@@ -76,8 +76,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def api_keys(given: Sequence[str], config: EngineConfig) -> tuple[tuple[str, ...], bool]:
-    """The keys that are accepted, those of the tenants among them, and whether they tell tenants apart.
+def api_keys(given: Sequence[str], config: EngineConfig) -> tuple[tuple[str, ...], bool, frozenset[str]]:
+    """The keys that are accepted, whether they tell tenants apart, and which of them named tenants have.
 
     A single key does not: everybody has it. Raises ValueError for a tenant that nobody could be: where
     keys tell tenants apart, no request comes with a salt alone.
@@ -91,7 +91,7 @@ def api_keys(given: Sequence[str], config: EngineConfig) -> tuple[tuple[str, ...
             f"tenants: {unreachable[0]!r} has a cache_salt, allowed: an api_key for every tenant where API "
             "keys tell tenants apart"
         )
-    return keys, are_tenants
+    return keys, are_tenants, frozenset(of_tenants)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -203,7 +203,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = engine_config.from_cli(options)
-        keys, are_tenants = api_keys(options.api_key or [], config)
+        keys = api_keys(options.api_key or [], config)
     except ValueError as error:
         command_line.error(str(error))
     try:
@@ -211,7 +211,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             engine = load_engine(config)
             names = tuple(options.served_model_name or [engine.model_name])
             root = config.model or engine.model_name
-            serve_options = ServeOptions(names, root, options.strict, keys, are_tenants)
+            serve_options = ServeOptions(names, root, options.strict, *keys)
             asyncio.run(serve(build_app(engine, serve_options), options.host, bound))
     except StartError as error:
         print(f"pagedkv: {error}", file=sys.stderr)

@@ -25,6 +25,7 @@ class ServeOptions:
         strict: refuse unknown request fields instead of ignoring them.
         api_keys: the keys of which /v1/* asks for one. Empty: no key is needed and any is accepted.
         keys_are_tenants: every key has a namespace of the prefix cache of its own.
+        tenant_keys: those of api_keys that named tenants have. They may not do what concerns everybody.
     """
 
     model_names: tuple[str, ...]
@@ -32,6 +33,7 @@ class ServeOptions:
     strict: bool = False
     api_keys: tuple[str, ...] = ()
     keys_are_tenants: bool = False
+    tenant_keys: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,13 @@ impl Simulator {
     /// Has the oldest step committed. None if there is none.
     pub(super) fn finish(&mut self) -> Option<StepHeader> {
         let mut step = self.launched.pop_front()?;
-        let computed = step.computed.take().unwrap_or_else(|| self.compute(&step));
+        let mut computed = step.computed.take().unwrap_or_else(|| self.compute(&step));
+        let rows = section(&step.arena, Section::Rows).chunks(4);
+        for (token, words) in computed.tokens.iter_mut().zip(rows) {
+            if self.broken.contains(&id(words[0], words[1])) {
+                *token = -1;
+            }
+        }
         let candidates = BeamRows {
             tokens: &computed.candidates.0,
             logprobs: &computed.candidates.1,
