@@ -132,10 +132,10 @@ class EngineConfig:
             computed again where that is cheaper on this machine. 0: all are computed again. None: 0 on a
             CPU; on a GPU 4, or a quarter of the free host memory if that is less.
         threads: threads that compute. None: the cores that this process may use.
-        cpu_isa: the instruction sets that a CPU computes with, for the whole process: "amx_bf16", "avx512_bf16",
-            "avx512" or "avx2", each with those after it. The last bits of answers depend on it, so that machines
-            of several kinds answer alike where all are given one that each of them has. "auto": the best that
-            there is, or what an engine of the process was given before.
+        cpu_isa: the instruction sets that a CPU computes with, for the whole process: "amx_bf16",
+            "avx512_bf16", "avx512" or "avx2", each with those after it. The last bits of answers depend on
+            it, so that machines of several kinds answer alike where all are given one that each of them has.
+            "auto": the best that there is, or what an engine of the process was given before.
         seed: start of the seeds that requests without one get. None: drawn at start.
     """
 
@@ -294,7 +294,7 @@ _HELP: Final = {
     "max_pinned_blocks": "blocks that pins and sessions may hold (default: a quarter, if all else fits)",
     "swap_space": "GiB of host memory for preempted sequences (default: 0 on a CPU, up to 4 on a GPU)",
     "threads": "threads that compute (default: the cores that the process may use)",
-    "cpu_isa": "instruction sets that a CPU computes with, for equal bits on unlike machines (default: the best)",
+    "cpu_isa": "instruction sets of a CPU, for equal bits on unlike machines (default: the best)",
     "seed": "start of the seeds of requests without one (default: drawn at start)",
 }
 
