@@ -11,7 +11,7 @@
 
 use std::marker::PhantomData;
 
-use super::super::element::Dtype;
+use super::super::element::Element;
 use super::super::isa::{Isa, LANES, Simd};
 use super::piece::{MicroKernel, Tile};
 
@@ -36,41 +36,6 @@ pub(super) fn group_panels(isa: Isa) -> usize {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512(_) => WIDE,
     }
-}
-
-/// The element type of a weight.
-pub(super) trait Element: Copy {
-    const DTYPE: Dtype;
-    /// Reads and widens sixteen elements.
-    ///
-    /// # Safety
-    /// `src` is readable for sixteen elements.
-    unsafe fn load<S: Simd>(simd: S, src: *const u8) -> S::V;
-}
-
-macro_rules! elements {
-    ($($name:ident: $dtype:ident, $load:ident;)*) => {
-        $(
-            /// Weights of the type that `Dtype` calls so.
-            #[derive(Clone, Copy, Debug)]
-            pub(super) struct $name;
-
-            impl Element for $name {
-                const DTYPE: Dtype = Dtype::$dtype;
-                #[inline(always)]
-                unsafe fn load<S: Simd>(simd: S, src: *const u8) -> S::V {
-                    // SAFETY: passed on.
-                    unsafe { simd.$load(src) }
-                }
-            }
-        )*
-    };
-}
-
-elements! {
-    F32: F32, load_f32;
-    Bf16: Bf16, load_bf16;
-    F16: F16, load_f16;
 }
 
 /// Multiply-adds on an instruction set.

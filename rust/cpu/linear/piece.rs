@@ -12,11 +12,11 @@
 use std::ops::Range;
 
 use super::super::activation::silu;
-use super::super::element::{Dtype, store_row};
+use super::super::element::{Bf16, Dtype, F16, F32, store_row};
 use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
-use super::fma::{Bf16, F16, F32, Fma};
+use super::fma::Fma;
 use super::{Arithmetic, Linear};
 use crate::cpu::tensor::MatrixView;
 
