@@ -50,7 +50,9 @@ unsafe fn multiply<const R: usize, const P: usize>(tile: &Tile) {
     for step in 0..tile.depth / 2 {
         if step % FETCHED_STEPS == 0 {
             for panel in tile.fetch.clone() {
-                let next = weights.wrapping_add(panel * tile.panel_stride + tile.fetch_ahead);
+                let next = tile
+                    .ahead
+                    .wrapping_add(panel * tile.panel_stride + step * STEP_BYTES);
                 for line in 0..FETCHED_STEPS {
                     _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line * STEP_BYTES).cast());
                 }

@@ -107,13 +107,15 @@ impl<S: Simd, E: Element> Fma<S, E> {
             }
         }
         let (mut x, mut weights) = (tile.x, tile.panels);
+        let mut ahead = tile.ahead;
         for _ in 0..tile.depth / UNROLLED {
             for panel in tile.fetch.clone() {
-                let next = weights.wrapping_add(panel * tile.panel_stride + tile.fetch_ahead);
+                let next = ahead.wrapping_add(panel * tile.panel_stride);
                 for line in (0..UNROLLED * step_bytes::<E>()).step_by(CACHE_LINE_BYTES) {
                     simd.prefetch(next.wrapping_add(line));
                 }
             }
+            ahead = ahead.wrapping_add(UNROLLED * step_bytes::<E>());
             for _ in 0..UNROLLED {
                 // SAFETY: the caller vouches for as many elements of rows and panels.
                 unsafe { self.add_products(tile, x, weights, &mut sums) };
@@ -164,6 +166,7 @@ impl<S: Simd, E: Element> MicroKernel for Fma<S, E> {
                 num_panels: 1,
                 panels: tile.panels.wrapping_add(panel * tile.panel_stride),
                 sums: tile.sums.wrapping_add(panel * LANES),
+                ahead: tile.ahead.wrapping_add(panel * tile.panel_stride),
                 fetch: 0..usize::from(tile.fetch.contains(&panel)),
                 ..tile.clone()
             };

@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use super::super::activation::silu;
-use super::super::element::{Bf16, Dtype, F16, F32, store_row};
+use super::super::element::{Bf16, Dtype, F16, F32, store_row, store_vector};
 use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
@@ -63,11 +63,11 @@ pub(super) struct Tile {
     pub(super) resumes: bool,
     /// Who else multiplies these panels.
     pub(super) pass: Pass,
-    /// Those of the panels whose next elements, which are multiplied after these, this tile may ask for: the passes of
-    /// the blocks share them out, so that memory is read all the time.
+    /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
+    pub(super) ahead: *const u8,
+    /// Those of the panels whose successors this tile should ask for: the passes of the blocks share them out, so that
+    /// memory is read all the time.
     pub(super) fetch: Range<usize>,
-    /// Bytes from an element to the one in its place then.
-    pub(super) fetch_ahead: usize,
 }
 
 /// The inner loops of an arithmetic. An element's sum takes its products in the same order whatever the size of the
@@ -97,7 +97,12 @@ pub(super) struct Piece<'k> {
     pub(super) x: MatrixView,
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
+    /// Panels that the thread will probably read after these, if it is known; else some that it has read.
+    pub(super) then: *const u8,
 }
+
+// SAFETY: `then` is never followed, only fetched from; the rest may be sent.
+unsafe impl Send for Piece<'_> {}
 
 impl Kernel for &mut Piece<'_> {
     #[inline(always)]
@@ -158,11 +163,6 @@ impl Piece<'_> {
         let step_bytes = LANES * weight.dtype().size();
         for first_k in (0..depth).step_by(cut) {
             let next_k = depth.min(first_k + cut);
-            let fetch_ahead = if next_k < depth {
-                cut * step_bytes
-            } else {
-                panels.len() * weight.panel_bytes() - first_k * step_bytes
-            };
             for (idx, first) in rows.clone().step_by(block).enumerate() {
                 let block_rows = first..rows.end.min(first + block);
                 // Sums that do not wait for the next cut share one place in the nearest cache.
@@ -191,7 +191,7 @@ impl Piece<'_> {
                         resumes: first_k > 0,
                         pass,
                         fetch: num_panels.min(idx * share)..num_panels.min((idx + 1) * share),
-                        fetch_ahead,
+                        ahead: self.ahead(&panels, panel, next_k),
                     };
                     // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far.
                     unsafe { kernel.tile(&tile) };
@@ -200,6 +200,23 @@ impl Piece<'_> {
                     self.write_block(simd, block_rows, panels.clone(), sums);
                 }
             }
+        }
+    }
+
+    /// Where the elements of a panel are that are multiplied after those before `next_k`: the next cut, or the group
+    /// after `panels`.
+    #[inline(always)]
+    fn ahead(&self, panels: &Range<usize>, panel: usize, next_k: usize) -> *const u8 {
+        let weight = self.call.weight;
+        let next_panel = panel + panels.len();
+        if next_k < weight.depth() {
+            let step_bytes = LANES * weight.dtype().size();
+            weight.panel(panel).wrapping_add(next_k * step_bytes)
+        } else if next_panel < self.panels.end {
+            weight.panel(next_panel)
+        } else {
+            self.then
+                .wrapping_add((panel - panels.start) * weight.panel_bytes())
         }
     }
 
@@ -215,29 +232,35 @@ impl Piece<'_> {
                     *sum += bias;
                 }
             }
-            let mut first_column = panels.start * LANES;
-            let mut width = stride;
+            let sums = sums.as_chunks::<LANES>().0;
             if weight.is_gated() {
-                gate(simd, sums);
-                first_column /= 2;
-                width /= 2;
+                let (pairs, first_column) = (sums.as_chunks::<2>().0, panels.start / 2 * LANES);
+                for ([gate, up], column) in pairs.iter().zip((first_column..).step_by(LANES)) {
+                    let product = simd.mul(silu(simd, simd.load(gate)), simd.load(up));
+                    write(simd, out, row, column, product);
+                }
+            } else {
+                for (sum, column) in sums.iter().zip((panels.start * LANES..).step_by(LANES)) {
+                    write(simd, out, row, column, simd.load(sum));
+                }
             }
-            let width = width.min(out.width - first_column);
-            // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece
-            // has them.
-            unsafe { store_row(out.dtype, &sums[..width], out.at(row, first_column)) };
         }
     }
 }
 
-/// `silu(gate) * up`: sums hold sixteen columns of one and of the other by turns; the products move to the front.
+/// Rounds and writes sixteen columns, or those of them that there are.
 #[inline(always)]
-fn gate<S: Simd>(simd: S, sums: &mut [f32]) {
-    let vectors = sums.as_chunks_mut::<LANES>().0;
-    for pair in 0..vectors.len() / 2 {
-        let gated = silu(simd, simd.load(&vectors[2 * pair]));
-        let product = simd.mul(gated, simd.load(&vectors[2 * pair + 1]));
-        simd.store(product, &mut vectors[pair]);
+fn write<S: Simd>(simd: S, out: &MatrixView, row: usize, column: usize, vector: S::V) {
+    let len = LANES.min(out.width.saturating_sub(column));
+    // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece has them.
+    unsafe {
+        if len == LANES {
+            store_vector(simd, out.dtype, vector, out.at(row, column));
+        } else if len > 0 {
+            let mut lanes = [0.0; LANES];
+            simd.store(vector, &mut lanes);
+            store_row(out.dtype, &lanes[..len], out.at(row, column));
+        }
     }
 }
 
