@@ -84,7 +84,7 @@ impl Slots<'_> {
         for _ in 1..num_rows {
             self.next_row();
         }
-        #[expect(clippy::cast_ptr_alignment, reason = "rows are f32")]
+        #[expect(clippy::cast_ptr_alignment, reason = "the rows are f32")]
         // SAFETY: passed on; the rows of a block lie one after the other.
         unsafe {
             std::slice::from_raw_parts(first.cast::<f32>(), num_rows * self.cache.head_dim)
@@ -169,7 +169,7 @@ pub(super) unsafe fn pack_keys<S: Simd>(
             by_dtype!(
                 slots.cache.dtype,
                 pack_group::<S>(simd, &sources, head_dim, packed)
-            )
+            );
         };
     }
 }
@@ -232,7 +232,9 @@ pub(super) unsafe fn pack_values<S: Simd>(
         }
         let source = slots.next_row().expect("checked: the table holds the sequence");
         // SAFETY: the caller vouches for the slots.
-        unsafe { by_dtype!(slots.cache.dtype, widen::<S>(simd, source, head_dim, packed)) };
+        unsafe {
+            by_dtype!(slots.cache.dtype, widen::<S>(simd, source, head_dim, packed));
+        };
     }
 }
 
