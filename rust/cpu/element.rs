@@ -271,7 +271,7 @@ mod tests {
                     self.dtype,
                     simd.load(&self.lanes),
                     self.out.as_mut_ptr().cast(),
-                )
+                );
             };
         }
     }

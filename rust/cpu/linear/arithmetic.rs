@@ -9,8 +9,8 @@
 //!
 //! The second and the third are not equal bit by bit (1 of 16 elements agrees at K = 576), so a processor with AMX
 //! uses it for a single row too: a tile of one row costs less than reading its weights from memory. On the Intel
-//! processors that have both, `vdpbf16ps` does 85 GFLOP/s where `tdpbf16ps` does 900 to 2,200 (`peak` says why), and f32
-//! multiply-adds 190.
+//! processors that have both, `vdpbf16ps` does 88 GFLOP/s a thread, half of what f32 multiply-adds do (175), and
+//! `tdpbf16ps` ten to twenty times as many (`peak` says why they differ).
 
 #[cfg(target_arch = "x86_64")]
 use super::super::amx::Amx;
