@@ -21,6 +21,13 @@ from report import SUBJECT, Figure, chart, table
 from workloads import WORKLOADS
 
 PEERS = ("vllm", "openvino", "llama", "transformers")
+# What oneDNN, which multiplies for vLLM, OpenVINO and transformers, calls an option of pagedkv.
+ONEDNN_ISAS = {
+    "auto": "ALL",
+    "avx512_bf16": "AVX512_CORE_BF16",
+    "avx512": "AVX512_CORE_VNNI",
+    "avx2": "AVX2",
+}
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,6 +40,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument(
+        "--cpu-isa", choices=ONEDNN_ISAS, default="auto", help="all that pagedkv and oneDNN may use"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="every run, as JSON")
     parser.add_argument("--chart", type=Path, help="a bar chart, as SVG")
@@ -50,9 +60,9 @@ def _python(engine: str, directory: Path) -> Path:
     return Path(sys.executable) if engine == SUBJECT else directory / engine / "bin" / "python"
 
 
-def _environment(engine: str, directory: Path, threads: int) -> dict[str, str]:
+def _environment(engine: str, directory: Path, threads: int, cpu_isa: str) -> dict[str, str]:
     """What the engine's own documentation asks for."""
-    environment = {"HF_HUB_OFFLINE": "1"}
+    environment = {"HF_HUB_OFFLINE": "1", "ONEDNN_MAX_CPU_ISA": ONEDNN_ISAS[cpu_isa]}
     if engine == "vllm":
         libraries = [
             *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4"),
@@ -75,6 +85,7 @@ def _start(parsed: argparse.Namespace, engine: str) -> Worker | None:
         "dtype": parsed.dtype,
         "prefix_cache": not parsed.no_prefix_cache,
         "threads": parsed.threads,
+        "cpu_isa": parsed.cpu_isa,
     }
     log = directory / "logs" / f"{engine}.log"
     log.parent.mkdir(exist_ok=True)
@@ -83,7 +94,7 @@ def _start(parsed: argparse.Namespace, engine: str) -> Worker | None:
             engine,
             _python(engine, directory),
             options,
-            _environment(engine, directory, parsed.threads),
+            _environment(engine, directory, parsed.threads, parsed.cpu_isa),
             log,
         )
     except WorkerDied as death:

@@ -35,6 +35,7 @@ __all__ = [
     "rms_norm",
     "rope_cache",
     "sample",
+    "set_cpu_isa",
     "set_num_threads",
     "silu_mul",
     "swap_blocks",
@@ -320,7 +321,14 @@ def cpu_features() -> list[str]:
     """Extensions of this processor that the kernels know, e.g. ["avx2", "avx512f", "avx512bf16"]."""
 
 def cpu_isa() -> str:
-    """The instruction set that the kernels run on here: "amx", "avx512", "avx2" or "portable"."""
+    """What the kernels of this process use: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable"."""
+
+def set_cpu_isa(name: str) -> None:
+    """Chooses what the kernels use, for the whole process; "auto" is the best that there is.
+
+    For weights that are packed from now on, and all else that is computed. Raises ValueError for what this
+    processor does not have, and for "portable".
+    """
 
 def cuda_sources() -> dict[str, str]:
     """The sources of the CUDA kernels (`cuda/`) by file name, as they were when the extension was built."""

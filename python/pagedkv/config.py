@@ -20,6 +20,7 @@ from pagedkv.sampling_params import MAX_SEED
 from pagedkv.tenants import Tenant, Tenants, read_tenants
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+CPU_ISAS: Final = ("auto", "amx_bf16", "avx512_bf16", "avx512", "avx2")
 KV_CACHE_DTYPES: Final = ("auto", "fp8")
 MAX_BLOCK_SIZE: Final = 256
 # Far more than anything that has been built, and it keeps sums of such sizes within 32 bits.
@@ -66,6 +67,7 @@ class EngineOptions(TypedDict, total=False):
     max_pinned_blocks: int | None
     swap_space: float | None
     threads: int | None
+    cpu_isa: str
     seed: int | None
 
 
@@ -130,6 +132,10 @@ class EngineConfig:
             computed again where that is cheaper on this machine. 0: all are computed again. None: 0 on a
             CPU; on a GPU 4, or a quarter of the free host memory if that is less.
         threads: threads that compute. None: the cores that this process may use.
+        cpu_isa: the instruction sets that a CPU computes with, for the whole process: "amx_bf16",
+            "avx512_bf16", "avx512" or "avx2", each with those after it. The last bits of answers depend on
+            it, so that machines of several kinds answer alike where all are given one that each of them has.
+            "auto": the best that there is, or what an engine of the process was given before.
         seed: start of the seeds that requests without one get. None: drawn at start.
     """
 
@@ -152,6 +158,7 @@ class EngineConfig:
     max_pinned_blocks: int | None = None
     swap_space: float | None = None
     threads: int | None = None
+    cpu_isa: str = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -163,6 +170,8 @@ class EngineConfig:
             object.__setattr__(self, "model", str(self.model))
         if self.dtype not in DTYPES:
             raise _refusal("dtype", self.dtype, ", ".join(DTYPES))
+        if self.cpu_isa not in CPU_ISAS:
+            raise _refusal("cpu_isa", self.cpu_isa, ", ".join(CPU_ISAS))
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise _refusal("device", self.device, "auto, cpu, cuda or cuda:<number>")
         self._check_switches()
@@ -285,11 +294,12 @@ _HELP: Final = {
     "max_pinned_blocks": "blocks that pins and sessions may hold (default: a quarter, if all else fits)",
     "swap_space": "GiB of host memory for preempted sequences (default: 0 on a CPU, up to 4 on a GPU)",
     "threads": "threads that compute (default: the cores that the process may use)",
+    "cpu_isa": "instruction sets of a CPU, for equal bits on unlike machines (default: the best)",
     "seed": "start of the seeds of requests without one (default: drawn at start)",
 }
 
 
-_CHOICES: Final = {"dtype": DTYPES, "kv_cache_dtype": KV_CACHE_DTYPES}
+_CHOICES: Final = {"cpu_isa": CPU_ISAS, "dtype": DTYPES, "kv_cache_dtype": KV_CACHE_DTYPES}
 
 
 def add_cli_options(parser: argparse.ArgumentParser) -> None:

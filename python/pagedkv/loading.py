@@ -48,8 +48,10 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     """Loads a model and builds an engine and its front.
 
     Raises ModelError for a model that cannot be found, read or run, BackendUnavailable for a device that is
-    not there, and ValueError for options that do not fit the model or the memory.
+    not there, and ValueError for options that do not fit the processor, the model or the memory.
     """
+    if config.cpu_isa != "auto":
+        _core.set_cpu_isa(config.cpu_isa)
     set_num_threads(config.num_threads)
     device = choose_device(config.device)
     ops = gpu.choose_ops(config, device)

@@ -151,6 +151,42 @@ pub(crate) unsafe fn store_row(dtype: Dtype, src: &[f32], dst: *mut u8) {
     }
 }
 
+/// A type of elements, for loops that are compiled for each.
+pub(super) trait Element: Copy {
+    /// What it is at run time.
+    const DTYPE: Dtype;
+    /// Reads and widens sixteen elements.
+    ///
+    /// # Safety
+    /// `src` is readable for sixteen elements.
+    unsafe fn load<S: Simd>(simd: S, src: *const u8) -> S::V;
+}
+
+macro_rules! widened {
+    ($($name:ident: $dtype:ident, $load:ident;)*) => {
+        $(
+            /// The type that `Dtype` calls so.
+            #[derive(Clone, Copy, Debug)]
+            pub(super) struct $name;
+
+            impl Element for $name {
+                const DTYPE: Dtype = Dtype::$dtype;
+                #[inline(always)]
+                unsafe fn load<S: Simd>(simd: S, src: *const u8) -> S::V {
+                    // SAFETY: passed on.
+                    unsafe { simd.$load(src) }
+                }
+            }
+        )*
+    };
+}
+
+widened! {
+    F32: F32, load_f32;
+    Bf16: Bf16, load_bf16;
+    F16: F16, load_f16;
+}
+
 /// Reads and widens a vector.
 ///
 /// # Safety

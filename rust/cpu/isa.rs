@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use super::amx::Amx;
 use super::element::{Dtype, store_row};
+use super::level::Level;
 
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
@@ -266,19 +267,28 @@ impl Isa {
         sets.into_iter().flatten().collect()
     }
 
-    /// The best one. Always the same on one machine, because the last bits of results differ between them.
+    /// The best one that this process may use (`level`). Not asked for within a call: the last bits of results differ
+    /// between them.
     pub fn best() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            let avx512 = super::x86::Avx512::detect_with_amx().or_else(super::x86::Avx512::detect);
-            if let Some(avx512) = avx512 {
-                return Self::Avx512(avx512);
-            }
-            if let Some(avx2) = super::x86::Avx2::detect() {
-                return Self::Avx2(avx2);
-            }
+        Level::current().isa()
+    }
+
+    /// Whether matrix tiles are part of it.
+    pub(super) fn has_amx(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(simd) => simd.amx().is_some(),
+            _ => false,
         }
-        Self::Portable(Portable)
+    }
+
+    /// It without matrix tiles.
+    pub(super) fn without_amx(self) -> Self {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(simd) => Self::Avx512(simd.without_amx()),
+            other => other,
+        }
     }
 
     /// Its name.

@@ -10,6 +10,7 @@
 //! | `tensor` | views: an address with a shape, strides and an element type |
 //! | `batch` | the block tables of one step, checked once before a kernel trusts them |
 //! | `isa`, `x86` | vectors of sixteen f32 in three instruction sets, and the choice among them |
+//! | `level` | which of them a process uses |
 //! | `plan` | how the attention of a step is cut into pieces, once for all layers; who shares what |
 //! | `attention` | the pieces of a layer on threads |
 //! | `tile`, `tile_loops` | the arithmetic of one piece in f32, and its inner loops |
@@ -36,6 +37,7 @@ pub mod decoder;
 pub mod element;
 pub mod isa;
 pub mod layer;
+pub mod level;
 pub mod linear;
 mod noise;
 pub mod norm;

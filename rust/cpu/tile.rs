@@ -35,6 +35,9 @@ use super::tile_loops::{
     soften, vector_at, vector_at_mut, weigh,
 };
 
+/// Rows up to which values in f32 are read where they are.
+const MAX_ROWS_IN_PLACE: usize = 8;
+
 /// The work on one tile.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tile<'a> {
@@ -238,13 +241,24 @@ impl Tile<'_> {
         let row_len = partial_row_len(self.head_dim());
         let num_keys = self.visible(rows - 1, split);
         let weights = scratch.scores.slice(0..rows * SPLIT_LEN);
-        let values = scratch.values.slice(0..KEY_TILE * width);
+        let packed = scratch.values.slice(0..KEY_TILE * width);
         let start = split * SPLIT_LEN;
         let mut slots = self.slots(&self.value_cache, start);
-        for tile_start in (0..num_keys).step_by(KEY_TILE) {
-            let tile_len = KEY_TILE.min(num_keys - tile_start);
+        // Copies would pay only if more rows read them.
+        let in_place = rows <= MAX_ROWS_IN_PLACE && slots.are_f32_rows();
+        let mut tile_start = 0;
+        while tile_start < num_keys {
+            let max_len = KEY_TILE.min(num_keys - tile_start);
             // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
-            unsafe { pack_values(simd, &mut slots, tile_len, prefetch, values) };
+            let values = unsafe {
+                if in_place {
+                    slots.next_rows(simd, max_len, prefetch)
+                } else {
+                    pack_values(simd, &mut slots, max_len, prefetch, packed);
+                    &packed[..max_len * width]
+                }
+            };
+            let tile_len = values.len() / width;
             let mut row = first_row;
             while row < rows {
                 let count = ROW_TILE.min(rows - row);
@@ -268,6 +282,7 @@ impl Tile<'_> {
                 }
                 row += count;
             }
+            tile_start += tile_len;
         }
     }
 

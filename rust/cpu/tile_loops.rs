@@ -8,7 +8,7 @@
     reason = "a kernel is compiled for an instruction set by being inlined"
 )]
 
-use super::element::{Dtype, load_row};
+use super::element::{Bf16, Dtype, Element, F16, F32, load_row};
 use super::isa::{LANES, Simd};
 use super::prefetch::Prefetch;
 use super::tensor::CacheView;
@@ -58,6 +58,40 @@ impl<'a> Slots<'a> {
     }
 }
 
+impl Slots<'_> {
+    /// Whether a run of slots is an array of f32 rows without gaps, which needs no widening.
+    pub(super) fn are_f32_rows(&self) -> bool {
+        let cache = self.cache;
+        cache.dtype == Dtype::F32
+            && cache.slot_stride == cache.head_dim
+            && cache.head_dim.is_multiple_of(LANES)
+    }
+
+    /// The next slots of one block, at most so many, where they are f32 rows without gaps. Asks for as many ahead.
+    ///
+    /// # Safety
+    /// They are readable, and nobody writes them in the lifetime of the result.
+    #[inline(always)]
+    pub(super) unsafe fn next_rows<'r, S: Simd>(
+        &mut self,
+        simd: S,
+        max_rows: usize,
+        prefetch: &mut Prefetch<'_>,
+    ) -> &'r [f32] {
+        let num_rows = max_rows.min(self.cache.block_size - self.offset);
+        prefetch.advance(simd, num_rows);
+        let first = self.next_row().expect("checked: the table holds the sequence");
+        for _ in 1..num_rows {
+            self.next_row();
+        }
+        #[expect(clippy::cast_ptr_alignment, reason = "the rows are f32")]
+        // SAFETY: passed on; the rows of a block lie one after the other.
+        unsafe {
+            std::slice::from_raw_parts(first.cast::<f32>(), num_rows * self.cache.head_dim)
+        }
+    }
+}
+
 /// Elements of a row of partial results: the values, padded to whole vectors, and one vector for `[largest, total]`.
 pub(super) const fn partial_row_len(head_dim: usize) -> usize {
     padded(head_dim) + LANES
@@ -68,31 +102,24 @@ pub(super) const fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(LANES)
 }
 
-/// Reads a whole vector from memory of an element type.
+/// Reads the last elements of a row, fewer than a vector; zeros pad it.
 #[inline(always)]
-unsafe fn load_vector<S: Simd>(simd: S, dtype: Dtype, src: *const u8) -> S::V {
-    // SAFETY: the caller vouches for sixteen elements.
-    unsafe {
-        match dtype {
-            Dtype::F32 => simd.load_f32(src),
-            Dtype::Bf16 => simd.load_bf16(src),
-            Dtype::F16 => simd.load_f16(src),
-        }
-    }
+unsafe fn load_tail<S: Simd, E: Element>(simd: S, src: *const u8, len: usize) -> S::V {
+    let mut tail = [0.0; LANES];
+    // SAFETY: the caller vouches for the elements.
+    unsafe { load_row(E::DTYPE, src, &mut tail[..len]) };
+    simd.load(&tail)
 }
 
-/// Reads the vector of `head_dim` elements at `src` that begins with element `first`; zeros pad the last one.
-#[inline(always)]
-unsafe fn load_padded<S: Simd>(simd: S, dtype: Dtype, src: *const u8, first: usize, head_dim: usize) -> S::V {
-    let src = src.wrapping_add(first * dtype.size());
-    if first + LANES <= head_dim {
-        // SAFETY: the caller vouches for `head_dim` elements, of which sixteen are left.
-        return unsafe { load_vector(simd, dtype, src) };
-    }
-    let mut tail = [0.0; LANES];
-    // SAFETY: the caller vouches for `head_dim` elements.
-    unsafe { load_row(dtype, src, &mut tail[..head_dim - first]) };
-    simd.load(&tail)
+/// Calls `$function` with the element type of `$dtype` as its second parameter.
+macro_rules! by_dtype {
+    ($dtype:expr, $function:ident::<$simd:ident>($($arg:expr),*)) => {
+        match $dtype {
+            Dtype::F32 => $function::<$simd, F32>($($arg),*),
+            Dtype::Bf16 => $function::<$simd, Bf16>($($arg),*),
+            Dtype::F16 => $function::<$simd, F16>($($arg),*),
+        }
+    };
 }
 
 /// The sixteen numbers from `start` on.
@@ -111,8 +138,8 @@ pub(super) fn vector_at_mut(numbers: &mut [f32], start: usize) -> &mut [f32; LAN
         .expect("a range of sixteen")
 }
 
-/// Widens and transposes the next `num_keys` keys into groups of sixteen; the last group is filled up with zeros. Asks
-/// for as many slots ahead.
+/// Widens and transposes the next `num_keys` keys into groups of sixteen; the last key fills the last group up. Asks for
+/// as many slots ahead.
 ///
 /// # Safety
 /// The next `num_keys` slots are readable.
@@ -124,7 +151,7 @@ pub(super) unsafe fn pack_keys<S: Simd>(
     prefetch: &mut Prefetch<'_>,
     keys: &mut [f32],
 ) {
-    let (dtype, head_dim) = (slots.cache.dtype, slots.cache.head_dim);
+    let head_dim = slots.cache.head_dim;
     for (group, packed) in (0..num_keys)
         .step_by(LANES)
         .zip(keys.chunks_exact_mut(head_dim * LANES))
@@ -134,17 +161,49 @@ pub(super) unsafe fn pack_keys<S: Simd>(
         for source in &mut sources[..count] {
             *source = slots.next_row().expect("checked: the table holds the sequence");
         }
+        let last = sources[count - 1];
+        sources[count..].fill(last);
         prefetch.advance(simd, count);
-        for first in (0..head_dim).step_by(LANES) {
-            let mut rows = [simd.splat(0.0); LANES];
-            for (row, &source) in rows.iter_mut().zip(&sources[..count]) {
-                // SAFETY: the caller vouches for the slots.
-                *row = unsafe { load_padded(simd, dtype, source, first, head_dim) };
-            }
-            let columns = simd.transpose(rows);
-            for (column, place) in columns.into_iter().zip(packed[first * LANES..].as_chunks_mut().0) {
-                simd.store(column, place);
-            }
+        // SAFETY: the caller vouches for the slots.
+        unsafe {
+            by_dtype!(
+                slots.cache.dtype,
+                pack_group::<S>(simd, &sources, head_dim, packed)
+            );
+        };
+    }
+}
+
+/// Widens and transposes sixteen keys.
+#[inline(always)]
+unsafe fn pack_group<S: Simd, E: Element>(
+    simd: S,
+    sources: &[*const u8; LANES],
+    head_dim: usize,
+    packed: &mut [f32],
+) {
+    let whole = head_dim - head_dim % LANES;
+    // Plain loops: the closures of an array's methods are not compiled for the instruction set.
+    let mut rows = [simd.splat(0.0); LANES];
+    for first in (0..whole).step_by(LANES) {
+        for (row, source) in rows.iter_mut().zip(sources) {
+            // SAFETY: the caller vouches for `head_dim` elements at each source.
+            *row = unsafe { E::load(simd, source.wrapping_add(first * E::DTYPE.size())) };
+        }
+        let places = packed[first * LANES..].as_chunks_mut().0;
+        for (column, place) in simd.transpose(rows).into_iter().zip(places) {
+            simd.store(column, place);
+        }
+    }
+    if whole < head_dim {
+        for (row, source) in rows.iter_mut().zip(sources) {
+            let source = source.wrapping_add(whole * E::DTYPE.size());
+            // SAFETY: as above.
+            *row = unsafe { load_tail::<S, E>(simd, source, head_dim - whole) };
+        }
+        let places = packed[whole * LANES..].as_chunks_mut().0;
+        for (column, place) in simd.transpose(rows).into_iter().zip(places) {
+            simd.store(column, place);
         }
     }
 }
@@ -162,7 +221,7 @@ pub(super) unsafe fn pack_values<S: Simd>(
     prefetch: &mut Prefetch<'_>,
     values: &mut [f32],
 ) {
-    let (dtype, head_dim) = (slots.cache.dtype, slots.cache.head_dim);
+    let head_dim = slots.cache.head_dim;
     for (idx, packed) in values
         .chunks_exact_mut(padded(head_dim))
         .take(num_keys)
@@ -172,11 +231,28 @@ pub(super) unsafe fn pack_values<S: Simd>(
             prefetch.advance(simd, LANES.min(num_keys - idx));
         }
         let source = slots.next_row().expect("checked: the table holds the sequence");
-        for (idx, place) in packed.as_chunks_mut().0.iter_mut().enumerate() {
-            // SAFETY: the caller vouches for the slots.
-            let vector = unsafe { load_padded(simd, dtype, source, idx * LANES, head_dim) };
-            simd.store(vector, place);
-        }
+        // SAFETY: the caller vouches for the slots.
+        unsafe {
+            by_dtype!(slots.cache.dtype, widen::<S>(simd, source, head_dim, packed));
+        };
+    }
+}
+
+/// Widens a row, and pads it with zeros to whole vectors.
+#[inline(always)]
+unsafe fn widen<S: Simd, E: Element>(simd: S, source: *const u8, head_dim: usize, out: &mut [f32]) {
+    let (whole, rest) = (head_dim / LANES, head_dim % LANES);
+    let vectors = out.as_chunks_mut::<LANES>().0;
+    for (idx, place) in vectors[..whole].iter_mut().enumerate() {
+        let address = source.wrapping_add(idx * LANES * E::DTYPE.size());
+        // SAFETY: the caller vouches for `head_dim` elements.
+        simd.store(unsafe { E::load(simd, address) }, place);
+    }
+    if rest > 0 {
+        let address = source.wrapping_add(whole * LANES * E::DTYPE.size());
+        // SAFETY: as above.
+        let tail = unsafe { load_tail::<S, E>(simd, address, rest) };
+        simd.store(tail, &mut vectors[whole]);
     }
 }
 

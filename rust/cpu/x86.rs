@@ -3,6 +3,11 @@
 //! A value of `Avx512` or `Avx2` comes from `detect` alone, so that whoever holds one may use the instructions. They
 //! become single instructions once they are inlined into `run`, which is compiled for the instruction set.
 
+#![expect(
+    clippy::inline_always,
+    reason = "a kernel is compiled for an instruction set by being inlined"
+)]
+
 use std::arch::is_x86_feature_detected as has;
 use std::arch::x86_64::{
     __m256, __m512, _CMP_NLT_UQ, _CMP_UNORD_Q, _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch, _mm256_add_epi32,
@@ -60,6 +65,12 @@ impl Avx512 {
     pub(super) fn detect_with_amx() -> Option<Self> {
         Self::detect()?;
         Amx::detect().map(Self::from)
+    }
+
+    /// The same without the matrix tiles.
+    pub(super) fn without_amx(mut self) -> Self {
+        self.0 = None;
+        self
     }
 }
 

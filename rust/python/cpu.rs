@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use crate::cpu::InvalidArgument;
 use crate::cpu::copy_blocks::BlocksView;
 use crate::cpu::element::Dtype;
+use crate::cpu::level::Level;
 use crate::cpu::rope_cache::{AngleTable, RopeCache};
 use crate::cpu::tensor::{CacheView, RowsView};
 use crate::cpu::{copy_blocks as copy, isa, peak, pool};
@@ -301,7 +302,13 @@ pub(super) fn cpu_features() -> Vec<&'static str> {
 /// See `_core.pyi`.
 #[pyfunction]
 pub(super) fn cpu_isa() -> &'static str {
-    isa::Isa::best().name()
+    Level::current().name()
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
+pub(super) fn set_cpu_isa(name: &str) -> PyResult<()> {
+    Ok(Level::choose(name)?)
 }
 
 /// See `_core.pyi`.

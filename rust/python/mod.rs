@@ -28,8 +28,8 @@ mod _core {
     use super::core::{Core, StepHeader};
     #[pymodule_export]
     use super::cpu::{
-        copy_blocks, cpu_ceilings, cpu_features, cpu_isa, num_threads, rope_cache, set_num_threads,
-        swap_blocks,
+        copy_blocks, cpu_ceilings, cpu_features, cpu_isa, num_threads, rope_cache, set_cpu_isa,
+        set_num_threads, swap_blocks,
     };
     #[pymodule_export]
     use super::cuda::cuda_sources;

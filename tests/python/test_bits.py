@@ -1,12 +1,13 @@
 """The same request has the same bits of logits alone, in a crowd, from a warm cache and after preemption."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pagedkv import LLM, SamplingParams, loading
+from pagedkv import LLM, SamplingParams, _core, loading
 from pagedkv.ops import Ops, cpu
 from tiny_llm import Checkpoint, prompts
 
@@ -53,9 +54,20 @@ def assert_same(got: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
         assert torch.equal(got[position], row), f"position {position}"
 
 
+@pytest.fixture(params=["auto", "avx512_bf16", "avx512", "avx2"])
+def cpu_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A choice of instruction sets, which ends with the test."""
+    try:
+        _core.set_cpu_isa(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    _core.set_cpu_isa("auto")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_company_cache_or_preemption(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, dtype: str
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, dtype: str, cpu_isa: str
 ) -> None:
     # Longer than a split of attention, so that the cascade and the folds are part of it.
     prompt = [token for part in prompts(8, checkpoint.vocab_size) for token in part][:300]

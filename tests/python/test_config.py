@@ -45,6 +45,7 @@ def test_the_defaults_are_those_of_the_documented_table():
         "max_pinned_blocks": None,
         "swap_space": None,
         "threads": None,
+        "cpu_isa": "auto",
         "seed": None,
     }
     assert config.num_threads >= 1
@@ -90,6 +91,7 @@ def test_the_typed_keyword_arguments_are_the_fields():
         ("swap_space", "4GiB", "a number of GiB in 0..1048576, or None"),
         ("swap_space", True, "a number of GiB in 0..1048576, or None"),
         ("threads", 0, "an integer in 1..1024"),
+        ("cpu_isa", "sse2", "auto, amx_bf16, avx512_bf16, avx512, avx2"),
         ("threads", 1025, "an integer in 1..1024"),
         ("seed", -1, "an integer in 0..2^64-1"),
         ("seed", 2**64, "an integer in 0..2^64-1"),
@@ -147,7 +149,7 @@ def test_the_command_line_has_every_option():
         *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
         *("--no-enable-prefix-caching", "--kv-memory", "2GiB", "--num-blocks", "100", "--threads", "3"),
         *("--gpu-memory-utilization", "0.5", "--kv-cache-dtype", "fp8", "--bulk-attention"),
-        *("--no-cuda-graphs", "--seed", "18446744073709551615"),
+        *("--cpu-isa", "avx2", "--no-cuda-graphs", "--seed", "18446744073709551615"),
     ) == EngineConfig(
         model="some/model",
         dtype="float32",
@@ -164,6 +166,7 @@ def test_the_command_line_has_every_option():
         cuda_graphs=False,
         num_blocks=100,
         threads=3,
+        cpu_isa="avx2",
         seed=2**64 - 1,
     )
     assert read("--enable-prefix-caching").enable_prefix_caching is True

@@ -428,5 +428,24 @@ def test_number_of_threads() -> None:
     assert _core.num_threads() == 3
     with pytest.raises(ValueError, match="num_threads is 0, allowed: 1 to 1024"):
         _core.set_num_threads(0)
-    assert _core.cpu_isa() in ("amx", "avx512", "avx2", "portable")
+
+
+def test_the_instruction_sets_are_chosen_among_those_that_are_there() -> None:
+    names = ["amx_bf16", "avx512_bf16", "avx512", "avx2", "portable"]
+    best = _core.cpu_isa()
+    present = names[names.index(best) : -1]
+    try:
+        for name in present:
+            _core.set_cpu_isa(name)
+            assert _core.cpu_isa() == name
+    finally:
+        _core.set_cpu_isa("auto")
+    assert _core.cpu_isa() == best
+    for name in ("portable", "sse2", *names[: names.index(best)]):
+        allowed = ", ".join(["auto", *present])
+        with pytest.raises(ValueError, match=f"^cpu_isa is {name}, allowed: {allowed} on this processor$"):
+            _core.set_cpu_isa(name)
+
+
+def test_cpu_features() -> None:
     assert isinstance(_core.cpu_features(), list)

@@ -17,6 +17,7 @@ class Options:
         dtype: "bfloat16" or "float32", of weights and cache.
         prefix_cache: whether equal prefixes may be computed once.
         threads: threads that compute.
+        cpu_isa: the instruction sets that pagedkv may use; oneDNN gets them from its environment.
         extra: further arguments of the engine's own.
     """
 
@@ -24,6 +25,7 @@ class Options:
     dtype: str
     prefix_cache: bool
     threads: int
+    cpu_isa: str = "auto"
     extra: str = ""
 
     @property

@@ -22,6 +22,7 @@ class Engine:
             options.model_directory,
             dtype=options.dtype,
             enable_prefix_caching=options.prefix_cache,
+            cpu_isa=options.cpu_isa,
             max_model_len=4096,
             max_num_seqs=256,
             kv_memory="4GiB",

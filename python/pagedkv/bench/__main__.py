@@ -117,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
         "--model", metavar="MODEL", help="directory, GGUF file or name (default: the demo model)"
     )
     parts.add_argument("--dtype", default="auto", help="default: auto")
+    parts.add_argument("--cpu-isa", choices=config.CPU_ISAS, default="auto", help="default: auto")
     parts.add_argument(
         "--workload", action="append", choices=("crowd", "single"), help="may be repeated (default: both)"
     )
@@ -183,7 +184,10 @@ def _where(options: argparse.Namespace) -> None:
     # Imported here, because it needs torch, which the others do without.
     from pagedkv.bench import where
 
-    _write(options.json, where.run(options.model, options.dtype, options.workload or where.WORKLOADS))
+    _write(
+        options.json,
+        where.run(options.model, options.dtype, options.cpu_isa, options.workload or where.WORKLOADS),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

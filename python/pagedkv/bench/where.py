@@ -182,9 +182,9 @@ def requests(workload: str, run: int, vocab_size: int) -> tuple[list[list[int]],
     return prompts, [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for _, num in shapes]
 
 
-def run(model: str | None, dtype: str, workloads: Sequence[str]) -> list[dict[str, Any]]:
+def run(model: str | None, dtype: str, cpu_isa: str, workloads: Sequence[str]) -> list[dict[str, Any]]:
     """Runs the workloads, each first without timers; prints a table for each and returns the figures."""
-    llm = LLM(model, device="cpu", dtype=dtype, max_model_len=4096, kv_memory="2GiB")
+    llm = LLM(model, device="cpu", dtype=dtype, cpu_isa=cpu_isa, max_model_len=4096, kv_memory="2GiB")
     head = llm._engine.runner.model.packed.head
     if not isinstance(head, _core.PackedLinear):
         raise ValueError("the kernels in Rust do not run here: torch multiplies")

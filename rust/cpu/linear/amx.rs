@@ -216,7 +216,7 @@ impl MicroKernel for Tiles<'_> {
                     sums: tile
                         .sums
                         .wrapping_add(first_row * tile.sums_stride + panel * LANES),
-                    ..*tile
+                    ..tile.clone()
                 };
                 // SAFETY: a part of what the caller vouches for.
                 unsafe { one_by_some(&part) };

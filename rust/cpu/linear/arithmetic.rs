@@ -9,13 +9,14 @@
 //!
 //! The second and the third are not equal bit by bit (1 of 16 elements agrees at K = 576), so a processor with AMX
 //! uses it for a single row too: a tile of one row costs less than reading its weights from memory. On the Intel
-//! processors that have both, `vdpbf16ps` does 85 GFLOP/s where `tdpbf16ps` does 900 to 2,200 (`peak` says why), and f32
-//! multiply-adds 190.
+//! processors that have both, `vdpbf16ps` does 88 GFLOP/s a thread, half of what f32 multiply-adds do (175), and
+//! `tdpbf16ps` ten to twenty times as many (`peak` says why they differ).
 
 #[cfg(target_arch = "x86_64")]
 use super::super::amx::Amx;
 use super::super::element::Dtype;
 use super::super::isa::Isa;
+use super::super::level::Level;
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 #[cfg(target_arch = "x86_64")]
@@ -42,7 +43,11 @@ impl Arithmetic {
             not(target_arch = "x86_64"),
             expect(unused_mut, reason = "nothing is added there")
         )]
-        let mut all: Vec<Self> = Isa::available().into_iter().map(Self::Fma).collect();
+        let mut all: Vec<Self> = Isa::available()
+            .into_iter()
+            .filter(|isa| !isa.has_amx())
+            .map(Self::Fma)
+            .collect();
         #[cfg(target_arch = "x86_64")]
         if dtype == Dtype::Bf16 {
             all.extend(DotBf16::detect().map(Self::DotBf16));
@@ -53,8 +58,15 @@ impl Arithmetic {
 
     /// The one that a process uses.
     pub fn best(dtype: Dtype) -> Self {
-        let plain = Self::Fma(Isa::best());
-        Self::available(dtype).pop().unwrap_or(plain)
+        let level = Level::current();
+        let special = match (level, dtype) {
+            #[cfg(target_arch = "x86_64")]
+            (Level::AmxBf16, Dtype::Bf16) => Amx::detect().map(Self::Amx),
+            #[cfg(target_arch = "x86_64")]
+            (Level::Avx512Bf16, Dtype::Bf16) => DotBf16::detect().map(Self::DotBf16),
+            _ => None,
+        };
+        special.unwrap_or_else(|| Self::Fma(level.isa().without_amx()))
     }
 
     /// Its name.

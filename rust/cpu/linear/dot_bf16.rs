@@ -3,8 +3,8 @@
 
 use std::arch::is_x86_feature_detected as has;
 use std::arch::x86_64::{
-    __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set1_epi32,
-    _mm512_setzero_ps, _mm512_storeu_ps,
+    __m512bh, __m512i, _MM_HINT_T1, _mm_prefetch, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
 use std::mem::transmute;
@@ -16,6 +16,11 @@ use crate::cpu::isa::LANES;
 const WIDE: usize = 3;
 /// Rows of a tile: with three panels 24 accumulators, three vectors of weights and one of x.
 const ROWS: usize = 8;
+
+/// Bytes of a step along K in a panel: a cache line of pairs.
+const STEP_BYTES: usize = LANES * size_of::<i32>();
+/// Steps whose successors are fetched at a time.
+const FETCHED_STEPS: usize = 4;
 
 /// Proof that the processor has AVX512-BF16.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +47,17 @@ unsafe fn multiply<const R: usize, const P: usize>(tile: &Tile) {
         }
     }
     let (mut x, mut weights) = (tile.x, tile.panels);
-    for _ in 0..tile.depth / 2 {
+    for step in 0..tile.depth / 2 {
+        if step % FETCHED_STEPS == 0 {
+            for panel in tile.fetch.clone() {
+                let next = tile
+                    .ahead
+                    .wrapping_add(panel * tile.panel_stride + step * STEP_BYTES);
+                for line in 0..FETCHED_STEPS {
+                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line * STEP_BYTES).cast());
+                }
+            }
+        }
         // SAFETY: the caller vouches for as many pairs of rows and panels; the transmuted types are all 64 bytes.
         unsafe {
             let mut columns = [_mm512_set1_epi32(0); P];
@@ -58,7 +73,7 @@ unsafe fn multiply<const R: usize, const P: usize>(tile: &Tile) {
             }
         }
         x = x.wrapping_add(size_of::<i32>());
-        weights = weights.wrapping_add(LANES * size_of::<i32>());
+        weights = weights.wrapping_add(STEP_BYTES);
     }
     for (row, sums) in sums.iter().enumerate() {
         for (panel, sum) in sums.iter().enumerate() {
@@ -88,7 +103,7 @@ unsafe fn rows<const P: usize>(tile: &Tile) {
 
 impl MicroKernel for DotBf16 {
     const MAX_ROWS: usize = ROWS;
-    /// Six panels of 1024 along K are 192 KB, a part of the second-level cache. Cuts for the nearest one cost more than
+    /// Three panels of 1024 along K are 96 KB, a part of the second-level cache. Cuts for the nearest one cost more than
     /// they save.
     const MAX_DEPTH: usize = 1024;
 

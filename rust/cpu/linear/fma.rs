@@ -11,7 +11,7 @@
 
 use std::marker::PhantomData;
 
-use super::super::element::Dtype;
+use super::super::element::Element;
 use super::super::isa::{Isa, LANES, Simd};
 use super::piece::{MicroKernel, Tile};
 
@@ -20,6 +20,12 @@ use super::piece::{MicroKernel, Tile};
 const ROWS: usize = 6;
 /// Panels of a tile where there are 32 registers.
 const WIDE: usize = 4;
+
+/// Steps along K between two calculations of addresses, which compete with multiply-adds for the processor's ports.
+const UNROLLED: usize = 4;
+
+/// Bytes that memory hands over at once.
+const CACHE_LINE_BYTES: usize = 64;
 
 /// Panels that work is cut at.
 pub(super) fn group_panels(isa: Isa) -> usize {
@@ -30,41 +36,6 @@ pub(super) fn group_panels(isa: Isa) -> usize {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512(_) => WIDE,
     }
-}
-
-/// The element type of a weight.
-pub(super) trait Element: Copy {
-    const DTYPE: Dtype;
-    /// Reads and widens sixteen elements.
-    ///
-    /// # Safety
-    /// `src` is readable for sixteen elements.
-    unsafe fn load<S: Simd>(simd: S, src: *const u8) -> S::V;
-}
-
-macro_rules! elements {
-    ($($name:ident: $dtype:ident, $load:ident;)*) => {
-        $(
-            /// Weights of the type that `Dtype` calls so.
-            #[derive(Clone, Copy, Debug)]
-            pub(super) struct $name;
-
-            impl Element for $name {
-                const DTYPE: Dtype = Dtype::$dtype;
-                #[inline(always)]
-                unsafe fn load<S: Simd>(simd: S, src: *const u8) -> S::V {
-                    // SAFETY: passed on.
-                    unsafe { simd.$load(src) }
-                }
-            }
-        )*
-    };
-}
-
-elements! {
-    F32: F32, load_f32;
-    Bf16: Bf16, load_bf16;
-    F16: F16, load_f16;
 }
 
 /// Multiply-adds on an instruction set.
@@ -98,6 +69,29 @@ impl<S: Simd, E: Element> Fma<S, E> {
         }
     }
 
+    /// Adds the products of one step along K.
+    #[inline(always)]
+    unsafe fn add_products<const R: usize, const P: usize>(
+        self,
+        tile: &Tile,
+        x: *const u8,
+        weights: *const u8,
+        sums: &mut [[S::V; P]; R],
+    ) {
+        let simd = self.simd;
+        // SAFETY: the caller vouches for an element of every row and a step of every panel.
+        unsafe {
+            let columns: [S::V; P] =
+                std::array::from_fn(|panel| E::load(simd, weights.wrapping_add(panel * tile.panel_stride)));
+            for (row, sums) in sums.iter_mut().enumerate() {
+                let element = simd.splat(*x.wrapping_add(row * tile.x_stride).cast::<f32>());
+                for (sum, column) in sums.iter_mut().zip(columns) {
+                    *sum = simd.mul_add(element, column, *sum);
+                }
+            }
+        }
+    }
+
     /// R rows by P panels.
     #[inline(always)]
     unsafe fn multiply<const R: usize, const P: usize>(self, tile: &Tile) {
@@ -113,21 +107,27 @@ impl<S: Simd, E: Element> Fma<S, E> {
             }
         }
         let (mut x, mut weights) = (tile.x, tile.panels);
-        for _ in 0..tile.depth {
-            // SAFETY: the caller vouches for as many elements of rows and panels.
-            unsafe {
-                let columns: [S::V; P] = std::array::from_fn(|panel| {
-                    E::load(simd, weights.wrapping_add(panel * tile.panel_stride))
-                });
-                for (row, sums) in sums.iter_mut().enumerate() {
-                    let element = simd.splat(*x.wrapping_add(row * tile.x_stride).cast::<f32>());
-                    for (sum, column) in sums.iter_mut().zip(columns) {
-                        *sum = simd.mul_add(element, column, *sum);
-                    }
+        let mut ahead = tile.ahead;
+        for _ in 0..tile.depth / UNROLLED {
+            for panel in tile.fetch.clone() {
+                let next = ahead.wrapping_add(panel * tile.panel_stride);
+                for line in (0..UNROLLED * step_bytes::<E>()).step_by(CACHE_LINE_BYTES) {
+                    simd.prefetch(next.wrapping_add(line));
                 }
             }
+            ahead = ahead.wrapping_add(UNROLLED * step_bytes::<E>());
+            for _ in 0..UNROLLED {
+                // SAFETY: the caller vouches for as many elements of rows and panels.
+                unsafe { self.add_products(tile, x, weights, &mut sums) };
+                x = x.wrapping_add(size_of::<f32>());
+                weights = weights.wrapping_add(step_bytes::<E>());
+            }
+        }
+        for _ in 0..tile.depth % UNROLLED {
+            // SAFETY: as above.
+            unsafe { self.add_products(tile, x, weights, &mut sums) };
             x = x.wrapping_add(size_of::<f32>());
-            weights = weights.wrapping_add(LANES * E::DTYPE.size());
+            weights = weights.wrapping_add(step_bytes::<E>());
         }
         for (row, sums) in sums.iter().enumerate() {
             for (panel, sum) in sums.iter().enumerate() {
@@ -136,6 +136,12 @@ impl<S: Simd, E: Element> Fma<S, E> {
             }
         }
     }
+}
+
+/// Bytes of one step along K in a panel.
+#[inline(always)]
+const fn step_bytes<E: Element>() -> usize {
+    LANES * E::DTYPE.size()
 }
 
 impl<S: Simd, E: Element> MicroKernel for Fma<S, E> {
@@ -160,7 +166,9 @@ impl<S: Simd, E: Element> MicroKernel for Fma<S, E> {
                 num_panels: 1,
                 panels: tile.panels.wrapping_add(panel * tile.panel_stride),
                 sums: tile.sums.wrapping_add(panel * LANES),
-                ..*tile
+                ahead: tile.ahead.wrapping_add(panel * tile.panel_stride),
+                fetch: 0..usize::from(tile.fetch.contains(&panel)),
+                ..tile.clone()
             };
             // SAFETY: a part of what the caller vouches for.
             unsafe { self.rows::<1>(&one) };

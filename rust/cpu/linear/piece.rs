@@ -12,11 +12,11 @@
 use std::ops::Range;
 
 use super::super::activation::silu;
-use super::super::element::{Dtype, store_row, store_vector};
+use super::super::element::{Bf16, Dtype, F16, F32, store_row, store_vector};
 use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
-use super::fma::{Bf16, F16, F32, Fma};
+use super::fma::Fma;
 use super::{Arithmetic, Linear};
 use crate::cpu::tensor::MatrixView;
 
@@ -43,7 +43,7 @@ pub(super) enum Pass {
 }
 
 /// One tile: rows of x times panels, summed over a cut of K.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Tile {
     pub(super) num_rows: usize,
     pub(super) num_panels: usize,
@@ -65,6 +65,9 @@ pub(super) struct Tile {
     pub(super) pass: Pass,
     /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
     pub(super) ahead: *const u8,
+    /// Those of the panels whose successors this tile should ask for: the passes of the blocks share them out, so that
+    /// memory is read all the time.
+    pub(super) fetch: Range<usize>,
 }
 
 /// The inner loops of an arithmetic. An element's sum takes its products in the same order whatever the size of the
@@ -72,7 +75,7 @@ pub(super) struct Tile {
 pub(super) trait MicroKernel: Copy {
     /// Most rows of a tile.
     const MAX_ROWS: usize;
-    /// Elements along K after which the sums are put aside, if there is more than one block of rows.
+    /// Elements along K after which the sums are put aside.
     const MAX_DEPTH: usize;
 
     /// Most panels of a tile when there are so many rows.
@@ -123,7 +126,12 @@ impl Piece<'_> {
         let rows_per_chunk = rows_per_chunk(self.x.row_bytes());
         let num_rows = self.rows.len().min(rows_per_chunk);
         // Gated columns come in pairs of panels, and both must be there when the sums are complete.
-        let group = kernel.max_panels(num_rows).next_multiple_of(2);
+        let widest = kernel.max_panels(num_rows);
+        let group = if widest.is_multiple_of(2) {
+            widest
+        } else {
+            2 * widest
+        };
         sums.reserve(num_rows * group * LANES);
         for first_row in self.rows.clone().step_by(rows_per_chunk) {
             let rows = first_row..self.rows.end.min(first_row + rows_per_chunk);
@@ -150,11 +158,12 @@ impl Piece<'_> {
         let stride = panels.len() * LANES;
         let max_panels = kernel.max_panels(rows.len());
         let block = block_len(rows.len(), M::MAX_ROWS);
-        let max_depth = if rows.len() > block { M::MAX_DEPTH } else { depth };
-        let cut = block_len(depth, max_depth).next_multiple_of(weight.arithmetic().step());
+        let num_passes = rows.len().div_ceil(block);
+        let cut = block_len(depth, M::MAX_DEPTH).next_multiple_of(weight.arithmetic().step());
+        let step_bytes = LANES * weight.dtype().size();
         for first_k in (0..depth).step_by(cut) {
             let next_k = depth.min(first_k + cut);
-            for first in rows.clone().step_by(block) {
+            for (idx, first) in rows.clone().step_by(block).enumerate() {
                 let block_rows = first..rows.end.min(first + block);
                 // Sums that do not wait for the next cut share one place in the nearest cache.
                 let waiting = if cut < depth { first - rows.start } else { 0 };
@@ -167,26 +176,22 @@ impl Piece<'_> {
                     Pass::Later
                 };
                 for panel in panels.clone().step_by(max_panels) {
-                    let next_panel = panel + max_panels;
+                    let num_panels = max_panels.min(panels.end - panel);
+                    let share = num_panels.div_ceil(num_passes);
                     let tile = Tile {
                         num_rows: block_rows.len(),
-                        num_panels: max_panels.min(panels.end - panel),
+                        num_panels,
                         depth: next_k - first_k,
                         x: self.x.at(first, first_k),
                         x_stride: self.x.row_stride * self.x.dtype.size(),
-                        panels: weight
-                            .panel(panel)
-                            .wrapping_add(first_k * LANES * weight.dtype().size()),
+                        panels: weight.panel(panel).wrapping_add(first_k * step_bytes),
                         panel_stride: weight.panel_bytes(),
                         sums: sums[(panel - panels.start) * LANES..].as_mut_ptr(),
                         sums_stride: stride,
                         resumes: first_k > 0,
                         pass,
-                        ahead: if next_panel < self.panels.end {
-                            weight.panel(next_panel)
-                        } else {
-                            self.then
-                        },
+                        fetch: num_panels.min(idx * share)..num_panels.min((idx + 1) * share),
+                        ahead: self.ahead(&panels, panel, next_k),
                     };
                     // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far.
                     unsafe { kernel.tile(&tile) };
@@ -195,6 +200,23 @@ impl Piece<'_> {
                     self.write_block(simd, block_rows, panels.clone(), sums);
                 }
             }
+        }
+    }
+
+    /// Where the elements of a panel are that are multiplied after those before `next_k`: the next cut, or the group
+    /// after `panels`.
+    #[inline(always)]
+    fn ahead(&self, panels: &Range<usize>, panel: usize, next_k: usize) -> *const u8 {
+        let weight = self.call.weight;
+        let next_panel = panel + panels.len();
+        if next_k < weight.depth() {
+            let step_bytes = LANES * weight.dtype().size();
+            weight.panel(panel).wrapping_add(next_k * step_bytes)
+        } else if next_panel < self.panels.end {
+            weight.panel(next_panel)
+        } else {
+            self.then
+                .wrapping_add((panel - panels.start) * weight.panel_bytes())
         }
     }
 
