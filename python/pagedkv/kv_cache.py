@@ -93,9 +93,9 @@ def _host_like(cache: Tensor, num_blocks: int) -> Tensor:
 def _unmapped_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros in pages that the kernel maps when they are first touched: an idle pool costs no memory.
 
-    `torch.zeros` writes them, which maps them all at once; numpy asks the allocator for memory that is
-    zero. What the allocator returns for so much begins 16 bytes behind a page; the tensor begins with a
-    cache line, because rows that straddle two make attention from a near cache a seventh slower.
+    `torch.zeros` writes them, which maps them all at once; numpy asks the allocator for memory that is zero.
+    What that returns for so much begins 16 bytes behind a page; the tensor begins with a cache line, because
+    rows that straddle two make attention from a near cache a seventh slower.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + _CACHE_LINE_BYTES, dtype=np.uint8)
