@@ -147,6 +147,7 @@ impl Decoder<'_> {
                     adds_update: idx > 0,
                     rows: rows.address,
                     wide: wide.address,
+                    next: self.layers.get(idx + 1).map_or(self.head, |layer| layer.qkv),
                 };
                 // SAFETY: passed on; the buffers are ours.
                 unsafe { call.run(times)? };
@@ -238,11 +239,13 @@ impl Decoder<'_> {
             weight: self.norm,
             eps: self.layers[0].eps,
         });
-        let head = Call::Linear(Linear {
+        let product = Linear {
             out: self.logits,
             x,
             weight: self.head,
-        });
+        };
+        // The next step begins with the first layer.
+        let head = Call::Linear(product, Some(self.layers[0].qkv));
         norm.check()?;
         head.check()?;
         // SAFETY: checked; the buffers are ours and as long as that.

@@ -72,6 +72,8 @@ pub(super) struct LayerCall<'a> {
     pub(super) rows: *mut u8,
     /// `[T, widths[1]]`: queries, keys and values, or the rows within the feed-forward layer.
     pub(super) wide: *mut u8,
+    /// What is multiplied by after the layer.
+    pub(super) next: &'a PackedWeight,
 }
 
 /// What the time of a forward pass is spent on.
@@ -164,7 +166,8 @@ impl PhaseTimes {
 /// A call of a kernel.
 pub(super) enum Call<'a> {
     Norm(RmsNorm),
-    Linear(Linear<'a>),
+    /// A product, and the weight of the next one.
+    Linear(Linear<'a>, Option<&'a PackedWeight>),
     Rope(RopeCache<'a>),
     Attention(Attention<'a>),
 }
@@ -173,7 +176,7 @@ impl Call<'_> {
     pub(super) fn check(&self) -> Result<(), InvalidArgument> {
         match self {
             Self::Norm(call) => call.check(),
-            Self::Linear(call) => call.check(),
+            Self::Linear(call, _) => call.check(),
             Self::Rope(call) => call.check(),
             Self::Attention(call) => call.check(),
         }
@@ -186,7 +189,7 @@ impl Call<'_> {
         unsafe {
             match self {
                 Self::Norm(call) => call.run(),
-                Self::Linear(call) => call.run(),
+                Self::Linear(call, next) => call.run_before(*next),
                 Self::Rope(call) => call.run(),
                 Self::Attention(call) => call.run(),
             }
@@ -226,8 +229,16 @@ impl<'a> Calls<'a> {
         out
     }
 
-    fn linear(&mut self, phase: Phase, x: MatrixView, weight: &'a PackedWeight, out: MatrixView) {
-        self.calls.push((phase, Call::Linear(Linear { out, x, weight })));
+    /// Multiplies by the first weight. The second one's turn is next.
+    fn linear(
+        &mut self,
+        phase: Phase,
+        x: MatrixView,
+        [weight, next]: [&'a PackedWeight; 2],
+        out: MatrixView,
+    ) {
+        let call = Call::Linear(Linear { out, x, weight }, Some(next));
+        self.calls.push((phase, call));
     }
 
     /// Normalises each head in place.
@@ -351,13 +362,13 @@ impl LayerCall<'_> {
         };
         let rows = calls.norm(layer.input_norm, self.adds_update);
         let heads = calls.matrix(self.wide, layer.heads_width());
-        calls.linear(Phase::Qkv, rows, layer.qkv, heads);
+        calls.linear(Phase::Qkv, rows, [layer.qkv, layer.out], heads);
         let mixed = calls.attend(heads);
-        calls.linear(Phase::Out, mixed, layer.out, self.update);
+        calls.linear(Phase::Out, mixed, [layer.out, layer.gate_up], self.update);
         let rows = calls.norm(layer.post_norm, true);
         let gated = calls.matrix(self.wide, layer.gate_up.out_size());
-        calls.linear(Phase::GateUp, rows, layer.gate_up, gated);
-        calls.linear(Phase::Down, gated, layer.down, self.update);
+        calls.linear(Phase::GateUp, rows, [layer.gate_up, layer.down], gated);
+        calls.linear(Phase::Down, gated, [layer.down, self.next], self.update);
         calls.calls
     }
 }

@@ -1,8 +1,8 @@
 //! The threads of the kernels: one pool for the process, of a set size.
 //!
-//! A kernel hands over a list of independent pieces of work; the pool's threads take pieces until none is left, so a
-//! thread that drew a long one, or that the system has stopped, does not hold up the others. No result may depend on
-//! who computed what.
+//! A kernel hands over a list of independent pieces of work; they are dealt to the threads in turn, and a thread that is
+//! done with its own takes those of others, so one that drew a long one, or that the system has stopped, does not hold
+//! them up. No result may depend on who computed what.
 //!
 //! The pool is our own because a forward pass forks some hundred times, a few tens of microseconds apart. rayon's
 //! threads soon sleep in between and are woken by the system; those of torch's `OpenMP` spin, for good or for a while,
@@ -72,7 +72,7 @@ struct Pool {
 impl Pool {
     fn new(num_threads: usize) -> Self {
         let shared = Arc::new(Shared {
-            board: Board::new(),
+            board: Board::new(num_threads),
             caller: Parker::new(),
             workers: (1..num_threads).map(|_| Parker::new()).collect(),
             panic: Mutex::new(None),
@@ -126,7 +126,7 @@ impl Pool {
         for worker in shared.workers.iter().take(num_pieces - 1) {
             worker.unpark();
         }
-        shared.take_pieces();
+        shared.take_pieces(0);
         while !spin_until(|| shared.board.is_finished()) {
             shared.caller.park_timeout(Duration::MAX);
         }
@@ -154,18 +154,22 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    /// The life of a worker.
+    /// The life of a worker, which is thread `idx + 1` of the board.
     fn work(&self, idx: usize) {
-        while self.take_pieces() {
-            if !spin_until(|| self.board.has_pieces()) {
+        loop {
+            let number = self.board.number();
+            if !self.take_pieces(idx + 1) {
+                return;
+            }
+            if !spin_until(|| self.board.number() != number) {
                 self.workers[idx].park_timeout(Duration::MAX);
             }
         }
     }
 
-    /// Computes pieces until none is left. False if the pool is being dropped.
-    fn take_pieces(&self) -> bool {
-        while let Some((job, idx)) = self.board.take() {
+    /// Computes pieces as a thread of the board until none is left. False if the pool is being dropped.
+    fn take_pieces(&self, thread: usize) -> bool {
+        while let Some((job, idx)) = self.board.take(thread) {
             let Some(job) = job else {
                 self.board.finish();
                 return false;

@@ -49,10 +49,28 @@ impl Tiles<'_> {
     }
 }
 
-/// Runs `$step` for every step along K, from zeros, and then `$end`.
-macro_rules! multiply {
-    ([$($zero:literal,)*], [$($step:literal,)*], [$($end:literal,)*], $($operand:tt)*) => {
-        asm!($($zero,)* "2:", $($step,)* "dec {steps}", "jnz 2b", $($end,)* $($operand)*)
+/// Asks for the next kilobyte at `{ahead}`: into the second-level cache, since it is more than the nearest one holds.
+macro_rules! fetch {
+    () => {
+        concat!(
+            "prefetcht1 [{ahead} + 0]\n",
+            "prefetcht1 [{ahead} + 64]\n",
+            "prefetcht1 [{ahead} + 128]\n",
+            "prefetcht1 [{ahead} + 192]\n",
+            "prefetcht1 [{ahead} + 256]\n",
+            "prefetcht1 [{ahead} + 320]\n",
+            "prefetcht1 [{ahead} + 384]\n",
+            "prefetcht1 [{ahead} + 448]\n",
+            "prefetcht1 [{ahead} + 512]\n",
+            "prefetcht1 [{ahead} + 576]\n",
+            "prefetcht1 [{ahead} + 640]\n",
+            "prefetcht1 [{ahead} + 704]\n",
+            "prefetcht1 [{ahead} + 768]\n",
+            "prefetcht1 [{ahead} + 832]\n",
+            "prefetcht1 [{ahead} + 896]\n",
+            "prefetcht1 [{ahead} + 960]\n",
+            "add {ahead}, 1024",
+        )
     };
 }
 
@@ -60,7 +78,7 @@ macro_rules! multiply {
 /// later. All loads come before the products, and products of the same weights follow each other: both take less power,
 /// by which these instructions are bound when many cores use them.
 macro_rules! two_by_two {
-    ($tile:expr, $load_x:literal, $load_w:literal, [$($fetch:literal,)*]) => {{
+    ($tile:expr, $load_x:literal, $load_w:literal, [$($fetch:expr,)*]) => {{
         let tile: &Tile = $tile;
         let lower = tile.x.wrapping_add(TILE_LEN * tile.x_stride);
         asm!(
@@ -83,7 +101,7 @@ macro_rules! two_by_two {
             xs = in(reg) tile.x_stride,
             w0 = inout(reg) tile.panels => _,
             w1 = inout(reg) tile.panels.wrapping_add(tile.panel_stride) => _,
-            ahead = in(reg) 2 * tile.panel_stride,
+            ahead = inout(reg) tile.ahead => _,
             row = in(reg) ROW_BYTES,
             steps = inout(reg) tile.depth / STEP => _,
             s0 = in(reg) tile.sums,
@@ -95,24 +113,7 @@ macro_rules! two_by_two {
         );
     }};
     ($tile:expr, $load_x:literal, $load_w:literal, ahead) => {
-        two_by_two!($tile, $load_x, $load_w, [
-            "prefetcht1 [{w0} + {ahead}*1]", "prefetcht1 [{w1} + {ahead}*1]",
-            "prefetcht1 [{w0} + {ahead}*1 + 64]", "prefetcht1 [{w1} + {ahead}*1 + 64]",
-            "prefetcht1 [{w0} + {ahead}*1 + 128]", "prefetcht1 [{w1} + {ahead}*1 + 128]",
-            "prefetcht1 [{w0} + {ahead}*1 + 192]", "prefetcht1 [{w1} + {ahead}*1 + 192]",
-            "prefetcht1 [{w0} + {ahead}*1 + 256]", "prefetcht1 [{w1} + {ahead}*1 + 256]",
-            "prefetcht1 [{w0} + {ahead}*1 + 320]", "prefetcht1 [{w1} + {ahead}*1 + 320]",
-            "prefetcht1 [{w0} + {ahead}*1 + 384]", "prefetcht1 [{w1} + {ahead}*1 + 384]",
-            "prefetcht1 [{w0} + {ahead}*1 + 448]", "prefetcht1 [{w1} + {ahead}*1 + 448]",
-            "prefetcht1 [{w0} + {ahead}*1 + 512]", "prefetcht1 [{w1} + {ahead}*1 + 512]",
-            "prefetcht1 [{w0} + {ahead}*1 + 576]", "prefetcht1 [{w1} + {ahead}*1 + 576]",
-            "prefetcht1 [{w0} + {ahead}*1 + 640]", "prefetcht1 [{w1} + {ahead}*1 + 640]",
-            "prefetcht1 [{w0} + {ahead}*1 + 704]", "prefetcht1 [{w1} + {ahead}*1 + 704]",
-            "prefetcht1 [{w0} + {ahead}*1 + 768]", "prefetcht1 [{w1} + {ahead}*1 + 768]",
-            "prefetcht1 [{w0} + {ahead}*1 + 832]", "prefetcht1 [{w1} + {ahead}*1 + 832]",
-            "prefetcht1 [{w0} + {ahead}*1 + 896]", "prefetcht1 [{w1} + {ahead}*1 + 896]",
-            "prefetcht1 [{w0} + {ahead}*1 + 960]", "prefetcht1 [{w1} + {ahead}*1 + 960]",
-        ])
+        two_by_two!($tile, $load_x, $load_w, [fetch!(), fetch!(),])
     };
 }
 
@@ -129,69 +130,53 @@ unsafe fn two_by_two(tile: &Tile) {
     }
 }
 
-/// Up to 16 rows by four panels.
-unsafe fn one_by_four(tile: &Tile) {
-    let panel = |idx: usize| tile.panels.wrapping_add(idx * tile.panel_stride);
-    let sums_bytes = tile.sums_stride * size_of::<f32>();
-    // SAFETY: the caller vouches for the memory, and configured the tiles.
-    unsafe {
-        multiply!(
-            ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",],
-            [
-                "tileloadd tmm4, [{x} + {xs}*1]", "tileloadd tmm6, [{w0} + {row}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{w1} + {row}*1]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tileloadd tmm6, [{w2} + {row}*1]",
-                "tdpbf16ps tmm2, tmm4, tmm6",
-                "tileloadd tmm7, [{w3} + {row}*1]",
-                "tdpbf16ps tmm3, tmm4, tmm7",
-                "add {x}, 64", "add {w0}, 1024", "add {w1}, 1024", "add {w2}, 1024", "add {w3}, 1024",
-            ],
-            [
-                "tilestored [{s} + {ss}*1], tmm0", "tilestored [{s} + {ss}*1 + 64], tmm1",
-                "tilestored [{s} + {ss}*1 + 128], tmm2", "tilestored [{s} + {ss}*1 + 192], tmm3",
-            ],
+/// Up to 16 rows by some panels: for each of them its tile of sums, its register and that of its weights.
+macro_rules! one_by_some {
+    ($tile:expr, $(($sums:literal, $weights:literal, $panel:ident, $idx:literal)),+) => {{
+        let tile: &Tile = $tile;
+        asm!(
+            $(concat!("tilezero ", $sums),)+
+            "2:",
+            "tileloadd tmm4, [{x} + {xs}*1]",
+            $(
+                concat!("tileloadd ", $weights, ", [{", stringify!($panel), "} + {row}*1]"),
+                concat!("tdpbf16ps ", $sums, ", tmm4, ", $weights),
+                fetch!(),
+                concat!("add {", stringify!($panel), "}, 1024"),
+            )+
+            "add {x}, 64",
+            "dec {steps}", "jnz 2b",
+            $(concat!("tilestored [{s} + {ss}*1 + 64*", $idx, "], ", $sums),)+
             x = inout(reg) tile.x => _,
             xs = in(reg) tile.x_stride,
-            w0 = inout(reg) panel(0) => _,
-            w1 = inout(reg) panel(1) => _,
-            w2 = inout(reg) panel(2) => _,
-            w3 = inout(reg) panel(3) => _,
+            $($panel = inout(reg) tile.panels.wrapping_add($idx * tile.panel_stride) => _,)+
+            ahead = inout(reg) tile.ahead => _,
             row = in(reg) ROW_BYTES,
             steps = inout(reg) tile.depth / STEP => _,
             s = in(reg) tile.sums,
-            ss = in(reg) sums_bytes,
+            ss = in(reg) tile.sums_stride * size_of::<f32>(),
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );
-    }
+    }};
 }
 
-/// Up to 16 rows by one panel.
-unsafe fn one_by_one(tile: &Tile) {
-    let sums_bytes = tile.sums_stride * size_of::<f32>();
-    // SAFETY: the caller vouches for the memory, and configured the tiles.
+/// Up to 16 rows by one, two or four panels. What is read next is fetched from afar meanwhile.
+unsafe fn one_by_some(tile: &Tile) {
+    // SAFETY: the caller vouches for the memory, and configured the tiles; a prefetch may ask for any address.
     unsafe {
-        multiply!(
-            ["tilezero tmm0",],
-            [
-                "tileloadd tmm4, [{x} + {xs}*1]", "tileloadd tmm6, [{w} + {row}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "add {x}, 64", "add {w}, 1024",
-            ],
-            ["tilestored [{s} + {ss}*1], tmm0",],
-            x = inout(reg) tile.x => _,
-            xs = in(reg) tile.x_stride,
-            w = inout(reg) tile.panels => _,
-            row = in(reg) ROW_BYTES,
-            steps = inout(reg) tile.depth / STEP => _,
-            s = in(reg) tile.sums,
-            ss = in(reg) sums_bytes,
-            out("tmm0") _, out("tmm4") _, out("tmm6") _,
-            options(nostack),
-        );
+        match tile.num_panels {
+            4 => one_by_some!(
+                tile,
+                ("tmm0", "tmm6", w0, 0),
+                ("tmm1", "tmm7", w1, 1),
+                ("tmm2", "tmm6", w2, 2),
+                ("tmm3", "tmm7", w3, 3)
+            ),
+            2 => one_by_some!(tile, ("tmm0", "tmm6", w0, 0), ("tmm1", "tmm7", w1, 1)),
+            _ => one_by_some!(tile, ("tmm0", "tmm6", w0, 0)),
+        }
     }
 }
 
@@ -213,10 +198,10 @@ impl MicroKernel for Tiles<'_> {
             unsafe { two_by_two(tile) };
             return;
         }
-        if lower == 0 && tile.num_panels == 4 {
+        if lower == 0 && tile.num_panels != 3 {
             self.configure(tile.num_rows, 0);
             // SAFETY: passed on.
-            unsafe { one_by_four(tile) };
+            unsafe { one_by_some(tile) };
             return;
         }
         for first_row in (0..tile.num_rows).step_by(TILE_LEN) {
@@ -234,7 +219,7 @@ impl MicroKernel for Tiles<'_> {
                     ..*tile
                 };
                 // SAFETY: a part of what the caller vouches for.
-                unsafe { one_by_one(&part) };
+                unsafe { one_by_some(&part) };
             }
         }
     }

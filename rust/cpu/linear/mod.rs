@@ -38,7 +38,7 @@ const WEIGHT_BYTES_PER_NS: usize = 10;
 /// Multiply-adds of a thread in a nanosecond, likewise; a slow processor's.
 const PRODUCTS_PER_NS: usize = 50;
 
-/// Pieces of work for each thread: enough that one which started late leaves some to the others.
+/// Most pieces of work for each thread: enough that one which started late leaves some to the others.
 const PIECES_PER_THREAD: usize = 4;
 
 /// One call.
@@ -93,36 +93,66 @@ impl Linear<'_> {
     /// The call passed `check`; the views are valid, aligned to their types, and for the length of the call nobody
     /// writes what they cover nor reads what is written; `x` and `out` do not overlap.
     pub unsafe fn run(&self) {
+        // SAFETY: passed on.
+        unsafe { self.run_before(None) };
+    }
+
+    /// As `run`, where the product after this one is known: each thread fetches the beginning of what it will read of
+    /// that weight while it ends.
+    ///
+    /// # Safety
+    /// As `run`.
+    pub(super) unsafe fn run_before(&self, next: Option<&PackedWeight>) {
         if self.x.num_rows == 0 {
             return;
         }
         // SAFETY: passed on.
         let prepared = unsafe { self.prepare_rows() };
         let rows = prepared.as_ref().map_or(self.x, |prepared| prepared.view);
-        let mut pieces = self.pieces(&rows);
+        let mut pieces = self.pieces(&rows, next);
         pool::for_each(&mut pieces, self.estimated_ns(), |piece| {
             self.weight.arithmetic().isa().run(&mut *piece);
         });
     }
 
-    /// Cuts the work into chunks of rows, and along N, so that the panels of a chunk are read by one thread.
-    fn pieces<'k>(&'k self, x: &MatrixView) -> Vec<piece::Piece<'k>> {
-        let num_panels = self.weight.num_panels();
+    /// Cuts the work into chunks of rows, and along N into a share of each thread, so that the panels of a chunk are
+    /// read by one thread, from front to back. The pieces of the shares come by turns, as the pool deals them.
+    fn pieces<'k>(&'k self, x: &MatrixView, next: Option<&PackedWeight>) -> Vec<piece::Piece<'k>> {
         let num_chunks = x.num_rows.div_ceil(piece::rows_per_chunk(x.row_bytes()));
         let rows_per_piece = x.num_rows.div_ceil(num_chunks);
         let group = self.weight.arithmetic().group_panels(rows_per_piece);
-        let num_groups = num_panels.div_ceil(group);
-        let wanted = PIECES_PER_THREAD * pool::num_threads();
-        let panels_per_piece = num_groups.div_ceil(wanted.min(num_groups)) * group;
-        let mut pieces = Vec::with_capacity(num_chunks * num_panels.div_ceil(panels_per_piece));
+        let shares = self.weight.shares(pool::num_threads());
+        let smallest = shares.iter().map(ExactSizeIterator::len).min().unwrap_or(0);
+        let pieces_per_share = smallest.div_ceil(group).clamp(1, PIECES_PER_THREAD);
+        let next = next.map(|weight| (weight, weight.shares(shares.len())));
+        let mut pieces = Vec::with_capacity(num_chunks * pieces_per_share * shares.len());
         for first_row in (0..x.num_rows).step_by(rows_per_piece) {
-            for first_panel in (0..num_panels).step_by(panels_per_piece) {
-                pieces.push(piece::Piece {
-                    call: self,
-                    x: *x,
-                    rows: first_row..x.num_rows.min(first_row + rows_per_piece),
-                    panels: first_panel..num_panels.min(first_panel + panels_per_piece),
-                });
+            for turn in 0..pieces_per_share {
+                for (idx, share) in shares.iter().enumerate() {
+                    let num_groups = share.len().div_ceil(group);
+                    let cut = |turn| {
+                        share
+                            .end
+                            .min(share.start + num_groups * turn / pieces_per_share * group)
+                    };
+                    let panels = cut(turn)..cut(turn + 1);
+                    let next_of_share = next.as_ref().and_then(|(weight, shares)| {
+                        let share = shares.get(idx)?;
+                        Some(weight.panel(share.start))
+                    });
+                    pieces.push(piece::Piece {
+                        call: self,
+                        x: *x,
+                        rows: first_row..x.num_rows.min(first_row + rows_per_piece),
+                        // The next piece of the share begins where this one ends.
+                        then: if panels.end < share.end {
+                            self.weight.panel(panels.end)
+                        } else {
+                            next_of_share.unwrap_or(self.weight.panel(share.start))
+                        },
+                        panels,
+                    });
+                }
             }
         }
         pieces

@@ -5,6 +5,8 @@
 //! Columns and steps that the weight does not have are zeros. Several weights on the same x are packed as one: one
 //! after the other (q, k and v), or by turns of sixteen columns where the first gates the second.
 
+use std::ops::Range;
+
 use super::super::InvalidArgument;
 use super::super::element::{Dtype, load_row};
 use super::super::pool;
@@ -163,10 +165,6 @@ impl PackedWeight {
         self.num_panels * LANES * self.depth
     }
 
-    pub(super) fn num_panels(&self) -> usize {
-        self.num_panels
-    }
-
     /// K, filled up to whole steps.
     pub(super) fn depth(&self) -> usize {
         self.depth
@@ -179,6 +177,14 @@ impl PackedWeight {
     /// The bias by column of the panels; empty if there is none.
     pub(super) fn bias(&self) -> &[f32] {
         &self.bias
+    }
+
+    /// The panels cut into a part for each of so many threads, none empty. Panels of a gate stay with what they gate.
+    pub(super) fn shares(&self, num_threads: usize) -> Vec<Range<usize>> {
+        let num_pairs = self.num_panels.div_ceil(2);
+        let num_shares = num_threads.min(num_pairs);
+        let cut = |idx| self.num_panels.min(2 * (num_pairs * idx / num_shares));
+        (0..num_shares).map(|idx| cut(idx)..cut(idx + 1)).collect()
     }
 
     /// Bytes of a panel.

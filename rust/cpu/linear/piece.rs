@@ -63,6 +63,8 @@ pub(super) struct Tile {
     pub(super) resumes: bool,
     /// Who else multiplies these panels.
     pub(super) pass: Pass,
+    /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
+    pub(super) ahead: *const u8,
 }
 
 /// The inner loops of an arithmetic. An element's sum takes its products in the same order whatever the size of the
@@ -92,7 +94,12 @@ pub(super) struct Piece<'k> {
     pub(super) x: MatrixView,
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
+    /// Panels that the thread will probably read after these, if it is known; else some that it has read.
+    pub(super) then: *const u8,
 }
+
+// SAFETY: `then` is never followed, only fetched from; the rest may be sent.
+unsafe impl Send for Piece<'_> {}
 
 impl Kernel for &mut Piece<'_> {
     #[inline(always)]
@@ -160,6 +167,7 @@ impl Piece<'_> {
                     Pass::Later
                 };
                 for panel in panels.clone().step_by(max_panels) {
+                    let next_panel = panel + max_panels;
                     let tile = Tile {
                         num_rows: block_rows.len(),
                         num_panels: max_panels.min(panels.end - panel),
@@ -174,6 +182,11 @@ impl Piece<'_> {
                         sums_stride: stride,
                         resumes: first_k > 0,
                         pass,
+                        ahead: if next_panel < self.panels.end {
+                            weight.panel(next_panel)
+                        } else {
+                            self.then
+                        },
                     };
                     // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far.
                     unsafe { kernel.tile(&tile) };
