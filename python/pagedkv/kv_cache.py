@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_CACHE_LINE_BYTES = 64
+
 
 class KVCache:
     """Keys and values of all layers, in blocks.
@@ -91,7 +93,11 @@ def _host_like(cache: Tensor, num_blocks: int) -> Tensor:
 def _unmapped_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros in pages that the kernel maps when they are first touched: an idle pool costs no memory.
 
-    `torch.zeros` writes them, which maps them all at once; numpy asks the allocator for memory that is zero.
+    `torch.zeros` writes them, which maps them all at once; numpy asks the allocator for memory that is zero. What
+    the allocator returns for so much begins 16 bytes behind a page; the tensor begins with a cache line, because
+    rows that straddle two make attention from a near cache a seventh slower.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape).to(device)
+    memory = np.zeros(num_bytes + _CACHE_LINE_BYTES, dtype=np.uint8)
+    skipped = -memory.ctypes.data % _CACHE_LINE_BYTES
+    return torch.from_numpy(memory[skipped : skipped + num_bytes]).view(dtype).view(shape).to(device)

@@ -53,7 +53,7 @@ impl BlockPool {
                     node.is_idle()
                 ));
             }
-            if node.is_leased != on_leased[block.index()] {
+            if node.holders.is_leased() != on_leased[block.index()] {
                 return Err(format!("block {} and the lease list disagree", block.0));
             }
         }
@@ -102,7 +102,7 @@ impl BlockPool {
             }
             let parent_rank = rank[parent.index()];
             match self.state(block) {
-                BlockState::Owned if self.index.nodes[parent.index()].num_tables == 0 => {
+                BlockState::Owned if self.num_tables(parent) == 0 => {
                     return Err(format!(
                         "a table holds block {} but none holds its parent {}",
                         block.0, parent.0

@@ -5,9 +5,8 @@
 //! lower class goes first, and within a class the block that went idle first. Parent and child belong to one
 //! share, whose weight and floor count for both.
 
-use super::config::Eviction;
 use super::ghost::{Evicted, Removal};
-use super::node::Node;
+use super::node::{Holders, Node};
 use super::pool::{BlockPool, BlockState};
 use super::prefix::Parent;
 use super::turn::NUM_CLASSES;
@@ -131,24 +130,6 @@ impl BlockPool {
         }
     }
 
-    /// Adds a table to the holders of a block of a hit. `is_turn`: a request came back to it.
-    #[inline]
-    pub(super) fn reuse(&mut self, block: BlockId, is_turn: bool) {
-        let node = &mut self.index.nodes[block.index()];
-        let class = usize::from(node.num_turns);
-        let was_held = node.is_held();
-        node.num_tables += 1;
-        if is_turn && self.eviction == Eviction::Turn && class + 1 < NUM_CLASSES {
-            node.num_turns += 1;
-        }
-        if !was_held {
-            if is_turn {
-                self.turns.hit(class, self.num_allocations - node.link.since);
-            }
-            self.idle.remove(&mut self.index.nodes, block);
-        }
-    }
-
     /// Puts a published block that nobody holds any more on the list of its class. What a longer block begins
     /// with needs no block of its own.
     #[inline(never)]
@@ -197,7 +178,7 @@ impl BlockPool {
             let nodes = &mut self.index.nodes;
             let node = &mut nodes[block.index()];
             let list = node.idle_list(0);
-            node.num_tables -= 1;
+            node.holders.remove_table();
             match *front.get_or_insert_with(|| self.idle.front(nodes, list)) {
                 Some(front) => self.idle.insert_before(nodes, block, front),
                 None => self.idle.push_back(nodes, block, list, self.num_allocations),
@@ -214,7 +195,7 @@ impl BlockPool {
             None => !(self.index.is_partial(block) && self.index.is_extended(block)),
             Some(child) => next == Some(child) && self.index.is_only_child(child),
         };
-        is_last && node.num_tables == 1 && !node.is_leased && node.num_turns == 0
+        is_last && node.holders == Holders::ONE_TABLE && node.num_turns == 0
     }
 
     /// Puts a block whose leases were dropped on the list that its state asks for, if it is on none.
@@ -237,7 +218,7 @@ impl BlockPool {
         let mut chain = vec![block];
         let mut above = self.parent(block);
         while let Some(Parent::Block(parent)) = above
-            && self.index.nodes[parent.index()].num_tables == 0
+            && self.num_tables(parent) == 0
             && !self.index.nodes[parent.index()].is_idle()
         {
             chain.push(parent);

@@ -96,17 +96,17 @@ impl BlockHasher {
         u32::try_from(self.key[1] >> 32).expect("half a word")
     }
 
-    /// Folds one round of tokens into `hash`. The four products are independent, so a round costs the latency
-    /// of two.
+    /// Folds one round of tokens into `hash`. Four of its products do not depend on `hash`, so those of the next rounds
+    /// can be computed meanwhile, and a chain costs the latency of one product a round.
     #[inline]
     fn round(&self, hash: u64, words: &[u32; ROUND_TOKENS]) -> u64 {
         let [k0, k1, k2, k3] = self.key;
         let pair = |i: usize| u64::from(words[2 * i]) | u64::from(words[2 * i + 1]) << 32;
-        let a = fold(pair(0) ^ k0, pair(1) ^ k1 ^ hash);
+        let a = fold(pair(0) ^ k0, pair(1) ^ k1);
         let b = fold(pair(2) ^ k1, pair(3) ^ k2);
-        let c = fold(pair(4) ^ k2, pair(5) ^ k3 ^ hash.rotate_left(32));
+        let c = fold(pair(4) ^ k2, pair(5) ^ k3);
         let d = fold(pair(6) ^ k3, pair(7) ^ k0);
-        fold(a ^ c ^ k1, b ^ d ^ hash ^ k3)
+        fold(hash ^ (a ^ c ^ k1), b ^ d ^ k3)
     }
 }
 

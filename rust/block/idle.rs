@@ -10,12 +10,13 @@
 //! advance. It is a hint, and may name a block that has left since.
 
 use super::node::{IdleLink, Node};
+use super::pool::count;
 use super::turn::NUM_CLASSES;
 use crate::ids::BlockId;
 
 /// How many evictions ahead of its own a block's node is fetched, and then what is known only from the node.
-const FAR: usize = 8;
-const NEAR: usize = 4;
+const FAR: usize = 16;
+const NEAR: usize = 8;
 
 /// The last blocks that came by, by their number: the next one takes the place of the oldest.
 #[derive(Clone, Copy)]
@@ -38,6 +39,15 @@ impl<const LEN: usize> Recent<LEN> {
         self.num_seen += 1;
         BlockId(std::mem::replace(&mut self.ids[at], block.0))
     }
+}
+
+/// Where neighbours were taken off a list: the places on both sides, and how many there were.
+#[derive(Default)]
+#[must_use = "what lies on both sides has to be joined"]
+pub(super) struct Gap {
+    prev: u32,
+    next: u32,
+    len: u32,
 }
 
 /// The order of the idle blocks; their links are in the nodes, which every call is given.
@@ -180,15 +190,69 @@ impl IdleLists {
         self.used[list / NUM_CLASSES] ^= 1 << (list % NUM_CLASSES);
     }
 
+    /// Appends blocks, the last one first, which go idle now, to a list.
+    pub(super) fn push_back_all(&mut self, nodes: &mut [Node], blocks: &[BlockId], list: usize, since: u64) {
+        let Some(&last) = blocks.first() else {
+            return;
+        };
+        let at = self.ends + list;
+        let end = count(at);
+        let mut prev = std::mem::replace(&mut nodes[at].link.prev, last.0);
+        if prev as usize == at {
+            self.flip_used(at);
+        }
+        nodes[prev as usize].link.next = blocks[blocks.len() - 1].0;
+        for (idx, &block) in blocks.iter().enumerate().rev() {
+            let place = |back: usize| idx.checked_sub(back).map(|idx| blocks[idx].0);
+            nodes[block.index()].link = IdleLink {
+                since,
+                prev,
+                next: place(1).unwrap_or(end),
+                ahead: place(FAR).unwrap_or(0),
+            };
+            prev = block.0;
+        }
+        let num_recent = blocks.len().min(FAR);
+        let recent = blocks[..num_recent].iter().rev();
+        for (&block, &ahead) in recent.zip(blocks.iter().rev()) {
+            let before = self.latest[list].replace(block);
+            nodes[before.index()].link.ahead = ahead.0;
+        }
+        self.len += count(blocks.len());
+    }
+
     #[inline]
     pub(super) fn remove(&mut self, nodes: &mut [Node], block: BlockId) {
+        let mut gap = Gap::default();
+        self.take_out(nodes, block, &mut gap);
+        self.close(nodes, &mut gap);
+    }
+
+    /// Takes a block off its list, and leaves it to [`Self::close`] to join its neighbours. Neighbours that are taken off
+    /// one after another, each the one before the last, are left for one joint.
+    #[inline]
+    pub(super) fn take_out(&mut self, nodes: &mut [Node], block: BlockId, gap: &mut Gap) {
+        if gap.prev != block.0 {
+            self.close(nodes, gap);
+            gap.next = nodes[block.index()].link.next;
+        }
         let link = &mut nodes[block.index()].link;
         debug_assert!(link.next != 0, "block {block:?} is on no idle list");
-        let (prev, next) = (link.prev, link.next);
+        gap.prev = link.prev;
+        gap.len += 1;
         link.next = 0;
+    }
+
+    /// Joins what lies on both sides of a gap, which is none any more.
+    #[inline]
+    pub(super) fn close(&mut self, nodes: &mut [Node], gap: &mut Gap) {
+        let Gap { prev, next, len } = std::mem::take(gap);
+        if len == 0 {
+            return;
+        }
         nodes[prev as usize].link.next = next;
         nodes[next as usize].link.prev = prev;
-        self.len -= 1;
+        self.len -= len;
         if prev == next {
             self.flip_used(prev as usize);
         }
@@ -295,8 +359,8 @@ mod tests {
         }
         for block in 1..=16 {
             let (far, near) = lists.look_ahead(&nodes, BlockId(block));
-            let expected_near = if block > 4 { block + 4 } else { 0 };
-            assert_eq!((far.0, near.0), (block + 8, expected_near));
+            let expected_near = if block > 8 { block + 8 } else { 0 };
+            assert_eq!((far.0, near.0), (block + 16, expected_near));
             lists.remove(&mut nodes, BlockId(block));
         }
     }

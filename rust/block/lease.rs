@@ -11,7 +11,7 @@ impl BlockPool {
     /// Blocks that only copies hold.
     pub fn num_fenced(&self) -> u32 {
         let lent = self.lent.keys();
-        let fenced = lent.filter(|block| self.index.nodes[block.index()].num_tables == 0);
+        let fenced = lent.filter(|block| self.num_tables(**block) == 0);
         self.num_fenced_by_steps() + count(fenced.count())
     }
 
@@ -19,7 +19,7 @@ impl BlockPool {
     pub fn num_fenced_by_steps(&self) -> u32 {
         let leased = self.leased.iter().flatten().copied();
         let mut fenced: Vec<BlockId> = leased
-            .filter(|block| self.index.nodes[block.index()].num_tables == 0 && !self.lent.contains_key(block))
+            .filter(|&block| self.num_tables(block) == 0 && !self.lent.contains_key(&block))
             .collect();
         // A block counts once, however many copies read it.
         fenced.sort_unstable();
@@ -50,7 +50,7 @@ impl BlockPool {
     pub fn lease(&mut self, block: BlockId) {
         let node = &mut self.index.nodes[block.index()];
         assert!(node.is_held(), "block {} was leased but nobody holds it", block.0);
-        node.is_leased = true;
+        node.holders.set_leased(true);
         let newest = self
             .leased
             .last_mut()
@@ -85,14 +85,15 @@ impl BlockPool {
     fn drop_leases(&mut self, mut leased: Vec<BlockId>) -> Vec<BlockId> {
         let nodes = &mut self.index.nodes;
         // Each block once, however often it was leased.
-        leased.retain(|block| std::mem::replace(&mut nodes[block.index()].is_leased, false));
+        leased.retain(|block| nodes[block.index()].holders.set_leased(false));
         for block in self.leased.iter().flatten() {
-            nodes[block.index()].is_leased = true;
+            nodes[block.index()].holders.set_leased(true);
         }
         leased.retain(|block| {
-            let is_leased = &mut nodes[block.index()].is_leased;
-            *is_leased |= self.lent.contains_key(block);
-            !*is_leased
+            let holders = &mut nodes[block.index()].holders;
+            let is_leased = holders.is_leased() || self.lent.contains_key(block);
+            holders.set_leased(is_leased);
+            !is_leased
         });
         for block in leased.drain(..) {
             self.settle(block);
@@ -119,7 +120,7 @@ impl BlockPool {
                 "block {} was lent but is free",
                 block.0
             );
-            node.is_leased = true;
+            node.holders.set_leased(true);
             if !was_held {
                 self.idle.remove(&mut self.index.nodes, block);
             }
@@ -139,7 +140,8 @@ impl BlockPool {
             *num_lent -= 1;
             if *num_lent == 0 {
                 self.lent.remove(&block);
-                self.index.nodes[block.index()].is_leased = self.num_leases(block) > 0;
+                let is_leased = self.num_leases(block) > 0;
+                self.index.nodes[block.index()].holders.set_leased(is_leased);
                 returned.push(block);
             }
         }

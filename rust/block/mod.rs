@@ -40,6 +40,7 @@
 //! - A block is found by its tokens and its parent, compared in full; the hash only says where to look.
 //! - Whatever can fail for want of blocks is decided before anything changes.
 
+mod chain;
 mod check;
 mod config;
 mod eviction;
@@ -48,6 +49,7 @@ mod ghost;
 mod hash;
 mod idle;
 mod lease;
+mod memory;
 mod node;
 mod pool;
 mod prefix;

@@ -26,12 +26,58 @@ pub(super) struct Node {
     pub(super) num_turns: u8,
     /// The share that the block counts to.
     pub(super) share: u8,
-    /// Tables that hold the block.
-    pub(super) num_tables: u32,
-    /// Whether a step under way, or a copy of another thread, reads the block.
-    pub(super) is_leased: bool,
+    pub(super) holders: Holders,
     /// Its place on an idle list.
     pub(super) link: IdleLink,
+}
+
+/// Who keeps a block from being taken: the tables that hold it, and whether a step under way, or a copy of another
+/// thread, reads it. One word, since most questions are about all of them at once.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+#[repr(transparent)]
+pub(super) struct Holders(u32);
+
+impl Holders {
+    const LEASE: u32 = 1;
+    const TABLE: u32 = 2;
+
+    pub(super) const NOBODY: Self = Self(0);
+    /// One table and no copy.
+    pub(super) const ONE_TABLE: Self = Self(Self::TABLE);
+
+    #[inline]
+    pub(super) fn num_tables(self) -> u32 {
+        self.0 / Self::TABLE
+    }
+
+    #[inline]
+    pub(super) fn has_table(self) -> bool {
+        self.0 >= Self::TABLE
+    }
+
+    #[inline]
+    pub(super) fn add_table(&mut self) {
+        self.0 += Self::TABLE;
+    }
+
+    /// There must be one.
+    #[inline]
+    pub(super) fn remove_table(&mut self) {
+        self.0 -= Self::TABLE;
+    }
+
+    #[inline]
+    pub(super) fn is_leased(self) -> bool {
+        self.0 & Self::LEASE != 0
+    }
+
+    /// Returns whether it was leased before.
+    #[inline]
+    pub(super) fn set_leased(&mut self, is_leased: bool) -> bool {
+        let was_leased = self.is_leased();
+        self.0 = self.0 & !Self::LEASE | u32::from(is_leased);
+        was_leased
+    }
 }
 
 // The reason for this module.
@@ -63,7 +109,7 @@ impl Node {
     /// Whether anybody keeps the block from being taken.
     #[inline]
     pub(super) fn is_held(&self) -> bool {
-        self.num_tables > 0 || self.is_leased
+        self.holders != Holders::NOBODY
     }
 
     /// Whether the block is on an idle list.
@@ -75,6 +121,13 @@ impl Node {
     #[inline]
     pub(super) fn is_published(&self) -> bool {
         self.parent != 0
+    }
+
+    /// Length, class and share as one word, so that one comparison tells whether two blocks that go idle go onto the same
+    /// list.
+    #[inline]
+    pub(super) fn kind(&self) -> u32 {
+        u32::from(self.fill_len) | u32::from(self.num_turns) << 16 | u32::from(self.share) << 24
     }
 
     /// The idle list of its share for a turn class.

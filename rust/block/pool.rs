@@ -7,6 +7,7 @@
 use super::config::{Eviction, PoolConfig};
 use super::hash::BlockHasher;
 use super::idle::IdleLists;
+use super::node::Holders;
 use super::prefix::{Parent, PrefixHit, PrefixIndex};
 use super::root::{Namespace, RootId};
 use super::share::{Share, Shares};
@@ -173,22 +174,22 @@ impl BlockPool {
     pub fn state(&self, block: BlockId) -> BlockState {
         assert!(block != BlockId::NULL, "the null block has no state");
         let node = self.index.nodes[block.index()];
-        match (node.num_tables, node.is_leased) {
-            (0, false) if self.is_published(block) => BlockState::Idle,
-            (0, false) => BlockState::Free,
-            (0, true) => BlockState::Fenced,
-            _ => BlockState::Owned,
+        match (node.holders.has_table(), node.holders.is_leased()) {
+            (false, false) if node.is_published() => BlockState::Idle,
+            (false, false) => BlockState::Free,
+            (false, true) => BlockState::Fenced,
+            (true, _) => BlockState::Owned,
         }
     }
 
     /// Tables that hold the block plus copies that read it.
     pub fn ref_count(&self, block: BlockId) -> u32 {
-        self.index.nodes[block.index()].num_tables + self.num_leases(block) + self.num_lent(block)
+        self.num_tables(block) + self.num_leases(block) + self.num_lent(block)
     }
 
     /// Tables that hold the block.
     pub fn num_tables(&self, block: BlockId) -> u32 {
-        self.index.nodes[block.index()].num_tables
+        self.index.nodes[block.index()].holders.num_tables()
     }
 
     /// Whether a table or a copy holds the block.
@@ -209,19 +210,14 @@ impl BlockPool {
     #[inline]
     pub fn is_writable(&self, block: BlockId) -> bool {
         let node = &self.index.nodes[block.index()];
-        node.num_tables == 1 && node.parent == 0 && !(node.is_leased && self.lent.contains_key(&block))
+        node.holders.num_tables() == 1
+            && node.parent == 0
+            && !(node.holders.is_leased() && self.lent.contains_key(&block))
     }
 
     /// What a published block follows.
     pub fn parent(&self, block: BlockId) -> Option<Parent> {
         self.index.parent(block)
-    }
-
-    /// Whether a block is published after `parent`, and under `hash` where one is given.
-    #[inline]
-    pub(super) fn follows(&self, block: BlockId, parent: Parent, hash: Option<u64>) -> bool {
-        let node = &self.index.nodes[block.index()];
-        node.parent == parent.number() && hash.is_none_or(|hash| hash == node.hash)
     }
 
     /// The tokens under which a block is published.
@@ -328,52 +324,8 @@ impl BlockPool {
         self.num_allocations += 1;
         let node = &mut self.index.nodes[block.index()];
         debug_assert!(!node.is_held() && node.parent == 0);
-        node.num_tables = 1;
+        node.holders = Holders::ONE_TABLE;
         Some(block)
-    }
-
-    /// Takes `num_blocks` blocks for one table, as [`Self::allocate`] does one after another, and appends them.
-    /// Returns whether there were so many; if not, all that there were are taken.
-    pub fn allocate_into(&mut self, num_blocks: usize, blocks: &mut Vec<BlockId>) -> bool {
-        let rest = self.free.len().saturating_sub(num_blocks);
-        let num_free = self.free.len() - rest;
-        for &block in &self.free[rest..] {
-            self.index.nodes[block.index()].num_tables = 1;
-        }
-        blocks.extend(self.free.drain(rest..).rev());
-        self.num_allocations += num_free as u64;
-        for _ in num_free..num_blocks {
-            let Some(block) = self.allocate() else {
-                return false;
-            };
-            blocks.push(block);
-        }
-        true
-    }
-
-    /// Takes a table from the holders of blocks, in their order, as [`Self::release`] does one after another.
-    ///
-    /// # Panics
-    /// If no table holds one of them.
-    pub fn release_all(&mut self, blocks: impl Iterator<Item = BlockId>) {
-        // Aside, the list's length need not go through memory for every block.
-        let mut free = std::mem::take(&mut self.free);
-        for block in blocks {
-            let node = &mut self.index.nodes[block.index()];
-            let is_last = node.num_tables == 1 && !node.is_leased;
-            if is_last && !node.is_published() {
-                node.num_tables = 0;
-                free.push(block);
-            } else if is_last && u32::from(node.fill_len) == self.block_size {
-                node.num_tables = 0;
-                self.park(block);
-            } else {
-                self.release(block);
-                // A tail that a longer block begins with.
-                free.extend(self.free.pop());
-            }
-        }
-        self.free = free;
     }
 
     /// Adds a table to the holders of a block that is owned, idle or fenced. Whoever shares a block must
@@ -390,7 +342,7 @@ impl BlockPool {
             "block {} was shared but is free",
             block.0
         );
-        node.num_tables += 1;
+        node.holders.add_table();
         if !was_held {
             self.idle.remove(&mut self.index.nodes, block);
         }
@@ -404,11 +356,11 @@ impl BlockPool {
     pub fn release(&mut self, block: BlockId) {
         let node = &mut self.index.nodes[block.index()];
         assert!(
-            node.num_tables > 0,
+            node.holders.has_table(),
             "block {} was released but no table holds it",
             block.0
         );
-        node.num_tables -= 1;
+        node.holders.remove_table();
         if !node.is_held() {
             if node.parent == 0 {
                 self.free.push(block);

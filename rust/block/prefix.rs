@@ -9,16 +9,17 @@
 //! tokens (see [`super::siblings`]): the one with the longest common prefix gives its beginning. Nodes may hold
 //! less than a block, the tail of a sequence that ended; they have no children.
 
-use super::flat::{FlatTable, prefetch};
+use super::flat::FlatTable;
 use super::hash::BlockHasher;
+use super::memory::{array, prefetch};
 use super::node::{Node, block_ids};
 use super::pool::count;
 use super::root::{RootId, Roots};
 use crate::ids::BlockId;
 
 /// How many blocks ahead of its probe a slot of the hash table is fetched, and a candidate's node and tokens.
-const SLOT_AHEAD: usize = 8;
-const NODE_AHEAD: usize = 4;
+const SLOT_AHEAD: usize = 16;
+const NODE_AHEAD: usize = 8;
 
 /// Tokens in a cache line.
 const LINE_TOKENS: usize = 16;
@@ -121,12 +122,12 @@ impl PrefixIndex {
     /// An index of `num_blocks` blocks and the null block, with `num_ends` more nodes for the idle lists.
     pub(super) fn new(hasher: BlockHasher, num_blocks: u32, num_ends: usize, block_size: u32) -> Self {
         let num_nodes = num_blocks as usize + 1;
-        let tokens = vec![0; (num_nodes * block_size as usize) + LINE_TOKENS];
+        let tokens = array(0, num_nodes * block_size as usize + LINE_TOKENS);
         let padding = tokens.as_ptr().align_offset(LINE_TOKENS * size_of::<u32>());
         Self {
             hasher,
             table: FlatTable::new(num_blocks),
-            nodes: vec![Node::default(); num_nodes + num_ends],
+            nodes: array(Node::default(), num_nodes + num_ends),
             num_blocks,
             roots: Roots::default(),
             tokens,
@@ -209,46 +210,66 @@ impl PrefixIndex {
     }
 
     /// The node with this hash, parent (as a number) and tokens.
+    pub(super) fn find(&self, hash: u64, parent: u32, tokens: &[u32]) -> Option<BlockId> {
+        let mut candidates = self.table.candidates(hash);
+        candidates.find(|&block| self.is_node(block, hash, parent, tokens))
+    }
+
+    /// Whether a block is the node with this hash, parent and tokens.
     #[expect(
         clippy::inline_always,
         reason = "the loop of a lookup, where a call costs as much as the work"
     )]
     #[inline(always)]
-    pub(super) fn find(&self, hash: u64, parent: u32, tokens: &[u32]) -> Option<BlockId> {
-        for block in self.table.candidates(hash) {
-            let node = &self.nodes[block.index()];
-            let is_alike =
-                node.hash == hash && node.parent == parent && usize::from(node.fill_len) == tokens.len();
-            if is_alike && are_equal(&self.tokens[self.start(block)..][..tokens.len()], tokens) {
-                return Some(block);
-            }
-        }
-        None
+    fn is_node(&self, block: BlockId, hash: u64, parent: u32, tokens: &[u32]) -> bool {
+        let node = &self.nodes[block.index()];
+        node.hash == hash
+            && node.parent == parent
+            && usize::from(node.fill_len) == tokens.len()
+            && are_equal(&self.tokens[self.start(block)..][..tokens.len()], tokens)
     }
 
     /// Fills in the longest chain of nodes that matches the hashes, which are those of all full blocks.
     pub(super) fn probe(&self, root: RootId, tokens: &[u32], hit: &mut PrefixHit) {
-        hit.blocks.reserve(hit.hashes.len());
-        let mut parent = Parent::Root(root).number();
-        let blocks = tokens.chunks_exact(1 << self.shift);
-        for ((idx, &hash), block) in hit.hashes.iter().enumerate().zip(blocks) {
-            if let Some(&ahead) = hit.hashes.get(idx + SLOT_AHEAD) {
-                self.table.prefetch(ahead);
-            }
-            if let Some(&ahead) = hit.hashes.get(idx + NODE_AHEAD) {
-                let candidate = self.table.guess(ahead);
-                prefetch(&self.nodes, candidate.index());
-                prefetch(&self.tokens, self.start(candidate));
-            }
-            let Some(found) = self.find(hash, parent, block) else {
-                break;
-            };
-            hit.num_idle += u32::from(!self.nodes[found.index()].is_held());
-            hit.blocks.push(found);
-            parent = found.0;
+        let parent = Parent::Root(root).number();
+        // The usual size as a constant spares the comparison of tokens its loop.
+        if 1 << self.shift == LINE_TOKENS {
+            self.follow(parent, tokens, LINE_TOKENS, hit);
+        } else {
+            self.follow(parent, tokens, 1 << self.shift, hit);
         }
         hit.num_full = count(hit.blocks.len());
         hit.num_tokens = hit.num_full << self.shift;
+    }
+
+    /// Appends to `hit` what follows `parent`, block by block of `size` tokens. Some blocks ahead of its turn, each is
+    /// guessed to be the one in the home slot of its hash; only where that is not so, it is searched for.
+    #[expect(clippy::inline_always, reason = "for the sake of a constant size")]
+    #[inline(always)]
+    fn follow(&self, mut parent: u32, tokens: &[u32], size: usize, hit: &mut PrefixHit) {
+        hit.blocks.reserve(hit.hashes.len());
+        let mut guesses = [BlockId::NULL; NODE_AHEAD];
+        for ((idx, &hash), block) in hit.hashes.iter().enumerate().zip(tokens.chunks_exact(size)) {
+            if let Some(&ahead) = hit.hashes.get(idx + SLOT_AHEAD) {
+                self.table.prefetch(ahead);
+            }
+            let mut guess = guesses[idx % NODE_AHEAD];
+            if let Some(&ahead) = hit.hashes.get(idx + NODE_AHEAD) {
+                let next = self.table.guess(ahead);
+                prefetch(&self.nodes, next.index());
+                prefetch(&self.tokens, self.start(next));
+                guesses[idx % NODE_AHEAD] = next;
+            }
+            if !self.is_node(guess, hash, parent, block) {
+                let Some(found) = self.find(hash, parent, block) else {
+                    break;
+                };
+                guess = found;
+            }
+            hit.num_idle += u32::from(!self.nodes[guess.index()].is_held());
+            hit.blocks.push(guess);
+            parent = guess.0;
+        }
     }
 
     /// Adds to a lookup the child of its last block that has the most in common with the tokens which follow.
@@ -321,7 +342,7 @@ impl PrefixIndex {
     #[inline]
     pub(super) fn prefetch_removal(&self, block: BlockId) {
         let node = &self.nodes[block.index()];
-        self.table.prefetch(node.hash);
+        self.table.prefetch_removal(node.hash);
         // What is not a block's number, a root's for instance, is no place among the nodes and fetches nothing.
         prefetch(&self.nodes, node.parent as usize);
         if node.has_siblings() {

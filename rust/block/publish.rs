@@ -28,7 +28,7 @@ impl BlockPool {
     /// published or not full.
     pub fn publish(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[u32]) -> BlockId {
         assert!(
-            self.index.nodes[block.index()].num_tables > 0,
+            self.num_tables(block) > 0,
             "block {} was published but no table holds it",
             block.0
         );
@@ -91,7 +91,7 @@ impl BlockPool {
 
     /// Makes a block that exactly one table holds private again, if no published block depends on it.
     pub(super) fn unpublish_sole(&mut self, block: BlockId) -> bool {
-        let sole = self.index.nodes[block.index()].num_tables == 1 && self.is_published(block);
+        let sole = self.num_tables(block) == 1 && self.is_published(block);
         let leaf = self.index.first_child(Parent::Block(block)).is_none();
         if sole && leaf {
             self.unpublish(block);

@@ -132,16 +132,8 @@ impl BlockTable {
     /// forgotten.
     pub fn adopt(&mut self, pool: &mut BlockPool, hit: &PrefixHit, num_blocks: u32) {
         assert!(self.is_empty(), "a hit was adopted into a table that has blocks");
-        let adopted = &hit.blocks[..num_blocks as usize];
-        let full = &hit.hashes[..hit.num_full as usize];
-        let mut parent = Parent::Root(self.live_root());
-        for (idx, &block) in adopted.iter().enumerate() {
-            let is_current = pool.follows(block, parent, full.get(idx).copied());
-            assert!(is_current, "block {} of the hit has been evicted", block.0);
-            pool.reuse(block, !hit.is_resumed);
-            parent = Parent::Block(block);
-        }
-        self.blocks.extend_from_slice(adopted);
+        pool.take_up(self.live_root(), hit, num_blocks);
+        self.blocks.extend_from_slice(&hit.blocks[..num_blocks as usize]);
         self.num_published = num_blocks;
         self.epoch = pool.epoch();
     }
@@ -237,7 +229,7 @@ impl BlockTable {
         pool.release(old);
     }
 
-    /// Blocks that [`Self::admit`] would take now, of an empty table.
+    /// Blocks that [`Self::admit`] would take, of an empty table, while nothing has changed since the lookup of the hit.
     pub fn admission_cost(
         &self,
         pool: &BlockPool,
@@ -245,11 +237,11 @@ impl BlockTable {
         num_computed: u32,
         num_tokens: u32,
     ) -> u32 {
-        let adopted = &hit.blocks[..self.blocks_for(num_computed) as usize];
+        let (adopted, left) = hit.blocks.split_at(self.blocks_for(num_computed) as usize);
         // A hit block is published, so the last one must be copied when part of it is computed anew.
         let copied = u32::from(!num_computed.is_multiple_of(self.block_size) && num_computed < num_tokens);
         let growth = self.blocks_for(num_tokens) - count(adopted.len());
-        pool.num_idle_among(adopted) + copied + growth
+        hit.num_idle - pool.num_idle_among(left) + copied + growth
     }
 
     /// Adopts the blocks of a hit that hold positions `0..num_computed` and reserves up to `num_tokens`, as
@@ -408,7 +400,8 @@ impl BlockTable {
     /// Releases the blocks from `num_blocks` on, tail first; those that are published stay findable.
     pub fn release_tail(&mut self, pool: &mut BlockPool, num_blocks: u32) {
         let kept = self.blocks.len().min(num_blocks as usize);
-        pool.release_all(self.blocks.drain(kept..).rev());
+        pool.release_all(&self.blocks[kept..]);
+        self.blocks.truncate(kept);
         self.shortened(pool, num_blocks);
     }
 

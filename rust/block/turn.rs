@@ -15,7 +15,8 @@
 //! It is integer arithmetic throughout: the same operations evict the same blocks on every machine.
 
 /// Classes that are told apart: blocks that came back never, once, twice, more often.
-pub(super) const NUM_CLASSES: usize = 4;
+pub(super) const NUM_CLASSES: usize = LAST_CLASS as usize + 1;
+pub(super) const LAST_CLASS: u8 = 3;
 
 /// The weight of class 0, and the least weight.
 const ONE: u64 = 4096;
@@ -69,11 +70,10 @@ impl TurnWeights {
         age * self.weights[class]
     }
 
-    /// An idle block was found again at this age.
-    #[inline]
-    pub(super) fn hit(&mut self, class: usize, age: u64) {
+    /// Idle blocks were found again at this age.
+    pub(super) fn hit(&mut self, class: usize, age: u64, num_blocks: u64) {
         let late = self.scaled(class, age) * LATE > self.evicted_age && self.evicted_age > 0;
-        self.late_hits[class] += u64::from(late);
+        self.late_hits[class] += u64::from(late) * num_blocks;
     }
 
     /// A block was evicted at this scaled age.
@@ -123,7 +123,7 @@ mod tests {
         let mut weights = TurnWeights::new(256);
         for _ in 0..rounds {
             for class in 0..NUM_CLASSES {
-                (0..hits[class]).for_each(|_| weights.hit(class, 1_000));
+                (0..hits[class]).for_each(|_| weights.hit(class, 1_000, 1));
                 (0..evictions[class]).for_each(|_| weights.evicted(class, 1_000 * ONE));
             }
         }
@@ -160,7 +160,7 @@ mod tests {
         for (hits, expected) in [([0, 9], LEAST..ONE / 4), ([9, 0], ONE..ONE + 1)] {
             for _ in 0..10_000 {
                 for (class, num_hits) in hits.into_iter().enumerate() {
-                    (0..num_hits).for_each(|_| weights.hit(class, 1_000_000));
+                    (0..num_hits).for_each(|_| weights.hit(class, 1_000_000, 1));
                     weights.evicted(class, 1_000 * ONE);
                 }
             }
@@ -172,7 +172,7 @@ mod tests {
     fn early_hits_say_nothing() {
         let mut weights = TurnWeights::new(256);
         for _ in 0..1000 {
-            weights.hit(3, 100);
+            weights.hit(3, 100, 1);
             weights.evicted(0, 1_000 * ONE);
         }
         assert_eq!((weights.weights, weights.late_hits), ([ONE; 4], [0; 4]));

@@ -12,6 +12,8 @@
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
+use super::isa::{LANES, Simd};
+
 /// The element type of a tensor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Dtype {
@@ -149,8 +151,45 @@ pub(crate) unsafe fn store_row(dtype: Dtype, src: &[f32], dst: *mut u8) {
     }
 }
 
+/// Reads and widens a vector.
+///
+/// # Safety
+/// `src` is readable for sixteen elements of the type.
+#[inline(always)]
+pub(crate) unsafe fn load_vector<S: Simd>(simd: S, dtype: Dtype, src: *const u8) -> S::V {
+    // SAFETY: passed on.
+    unsafe {
+        match dtype {
+            Dtype::F32 => simd.load_f32(src),
+            Dtype::Bf16 => simd.load_bf16(src),
+            Dtype::F16 => simd.load_f16(src),
+        }
+    }
+}
+
+/// Rounds and writes a vector.
+///
+/// # Safety
+/// `dst` is aligned to the type, writable for sixteen elements, and nobody else accesses them meanwhile.
+#[inline(always)]
+pub(crate) unsafe fn store_vector<S: Simd>(simd: S, dtype: Dtype, vector: S::V, dst: *mut u8) {
+    // SAFETY: passed on.
+    unsafe {
+        match dtype {
+            Dtype::F32 => simd.store(vector, &mut *dst.cast::<[f32; LANES]>()),
+            Dtype::Bf16 => simd.store_bf16(vector, dst),
+            Dtype::F16 => {
+                let mut lanes = [0.0; LANES];
+                simd.store(vector, &mut lanes);
+                store_row(dtype, &lanes, dst);
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::isa::{Isa, Kernel};
     use super::*;
     use half::bf16;
     use proptest::prelude::*;
@@ -174,6 +213,48 @@ mod tests {
                 }
                 for ((&before, &after), &value) in bits.iter().zip(&back).zip(&wide) {
                     prop_assert!(before == after || value.is_nan());
+                }
+            }
+        }
+    }
+
+    /// Writes sixteen numbers of a type.
+    struct StoreVector<'a> {
+        dtype: Dtype,
+        lanes: [f32; LANES],
+        out: &'a mut [u32; LANES],
+    }
+
+    impl Kernel for StoreVector<'_> {
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) {
+            // SAFETY: `out` has room for sixteen elements of every type.
+            unsafe {
+                store_vector(
+                    simd,
+                    self.dtype,
+                    simd.load(&self.lanes),
+                    self.out.as_mut_ptr().cast(),
+                )
+            };
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn vectors_are_rounded_as_rows(bits in proptest::array::uniform16(any::<u32>())) {
+            let special = [0x7f80_0001, 0xff80_0000, 0x7f7f_ffff, 1, 0x3f80_8000, 0x3f81_8000];
+            let lanes = std::array::from_fn(|idx| {
+                f32::from_bits(if bits[idx] % 3 == 0 { special[idx % 6] } else { bits[idx] })
+            });
+            for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+                let mut expected = [0; LANES];
+                // SAFETY: it has room for sixteen elements of every type.
+                unsafe { store_row(dtype, &lanes, expected.as_mut_ptr().cast()) };
+                for isa in Isa::available() {
+                    let mut out = [0; LANES];
+                    isa.run(StoreVector { dtype, lanes, out: &mut out });
+                    prop_assert_eq!(out, expected, "{:?} on {}", dtype, isa.name());
                 }
             }
         }

@@ -12,6 +12,7 @@
 use std::ops::Range;
 
 use super::amx::Amx;
+use super::element::{Dtype, store_row};
 
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
@@ -75,6 +76,17 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `src` is readable for sixteen elements.
     unsafe fn load_f16(self, src: *const u8) -> Self::V;
+    /// Rounds to bf16, as `store_row` does, and writes sixteen of them.
+    ///
+    /// # Safety
+    /// `dst` is writable for sixteen elements, and nobody else accesses them.
+    #[inline(always)]
+    unsafe fn store_bf16(self, v: Self::V, dst: *mut u8) {
+        let mut lanes = [0.0; LANES];
+        self.store(v, &mut lanes);
+        // SAFETY: passed on.
+        unsafe { store_row(Dtype::Bf16, &lanes, dst) };
+    }
     /// a + b
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     /// a - b

@@ -10,16 +10,22 @@
 )]
 
 use super::InvalidArgument;
-use super::element::{load_row, round_row, store_row};
+use super::element::{load_row, load_vector, round_row, store_row, store_vector};
 use super::isa::{Isa, Kernel, LANES, Simd};
 use super::pool;
 use super::tensor::MatrixView;
 
-/// Rows that a thread takes at a time.
+/// Most rows that a thread takes at a time.
 const ROWS_PER_PIECE: usize = 16;
 
 /// Elements a nanosecond and a thread, for the estimate of a call's duration.
-const ELEMENTS_PER_NS: usize = 6;
+const ELEMENTS_PER_NS: usize = 2;
+
+/// Rows between the one that is read and the one that is asked for.
+const ROWS_AHEAD: usize = 4;
+
+/// Bytes that memory hands over at once.
+const CACHE_LINE_BYTES: usize = 64;
 
 /// Vectors of the square sum.
 const ACCUMULATORS: usize = 4;
@@ -77,11 +83,12 @@ impl RmsNorm {
     /// As `run`.
     pub unsafe fn run_on(&self, isa: Isa) {
         let num_rows = self.x.num_rows;
-        let mut pieces: Vec<usize> = (0..num_rows).step_by(ROWS_PER_PIECE).collect();
+        let rows_per_piece = num_rows.div_ceil(pool::num_threads()).clamp(1, ROWS_PER_PIECE);
+        let mut pieces: Vec<usize> = (0..num_rows).step_by(rows_per_piece).collect();
         pool::for_each(&mut pieces, self.estimated_ns(), |first| {
             isa.run(NormaliseRows {
                 call: self,
-                rows: *first..num_rows.min(*first + ROWS_PER_PIECE),
+                rows: *first..num_rows.min(*first + rows_per_piece),
             });
         });
     }
@@ -96,49 +103,117 @@ struct NormaliseRows<'k> {
 impl Kernel for NormaliseRows<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let RmsNorm {
-            out,
-            x,
-            residual,
-            weight,
-            eps,
-        } = *self.call;
-        // Whole vectors; the padding stays zero and adds nothing to the square sum.
+        let RmsNorm { x, weight, eps, .. } = *self.call;
+        // Whole vectors; the padding is zero and adds nothing to the square sum.
         let padded = x.width.next_multiple_of(LANES);
-        let mut buffer = vec![0.0; 3 * padded];
-        let (values, others) = buffer.split_at_mut(padded);
-        let (weights, addends) = others.split_at_mut(padded);
+        let mut buffer = vec![0.0; 2 * padded];
+        let (values, weights) = buffer.split_at_mut(padded);
+        for row in self.rows.clone().take(ROWS_AHEAD) {
+            self.fetch(simd, row);
+        }
         // SAFETY: `RmsNorm::run` vouches for the views.
         unsafe { load_row(weight.dtype, weight.row(0), &mut weights[..x.width]) };
-        for row in self.rows {
-            // SAFETY: as above; the row is within the views.
-            unsafe { load_row(x.dtype, x.row(row), &mut values[..x.width]) };
-            if let Some(residual) = residual {
-                // SAFETY: as above.
-                unsafe { load_row(x.dtype, residual.row(row), &mut addends[..x.width]) };
-                map(simd, values, addends, |value, addend| simd.add(addend, value));
-                round_row(x.dtype, &mut values[..x.width]);
-                // SAFETY: as above; no other piece has this row.
-                unsafe { store_row(x.dtype, &values[..x.width], residual.row(row)) };
-            }
+        for row in self.rows.clone() {
+            self.fetch(simd, row + ROWS_AHEAD);
+            // SAFETY: as above; the row is within the views, and no other piece has it.
+            unsafe { self.add(simd, row, values) };
             #[expect(clippy::cast_precision_loss, reason = "rows are shorter than 2^24")]
             let mean = square_sum(simd, values) / x.width as f32;
-            let factor = simd.splat(1.0 / (mean + eps).sqrt());
-            map(simd, values, weights, |value, _| simd.mul(value, factor));
-            round_row(x.dtype, &mut values[..x.width]);
-            map(simd, values, weights, |value, weight| simd.mul(value, weight));
             // SAFETY: as above.
-            unsafe { store_row(x.dtype, &values[..x.width], out.row(row)) };
+            unsafe { self.scale(simd, row, values, 1.0 / (mean + eps).sqrt(), weights) };
         }
     }
 }
 
-/// Replaces `values[i]` by `f(values[i], others[i])`. Whole vectors.
-#[inline(always)]
-fn map<S: Simd>(simd: S, values: &mut [f32], others: &[f32], f: impl Fn(S::V, S::V) -> S::V) {
-    let others = others.as_chunks::<LANES>().0;
-    for (value, other) in values.as_chunks_mut::<LANES>().0.iter_mut().zip(others) {
-        simd.store(f(simd.load(value), simd.load(other)), value);
+impl NormaliseRows<'_> {
+    /// Asks for a row, if it is one of these: another thread may have written a part of it.
+    #[inline(always)]
+    fn fetch<S: Simd>(&self, simd: S, row: usize) {
+        if !self.rows.contains(&row) {
+            return;
+        }
+        for view in std::iter::once(&self.call.x).chain(&self.call.residual) {
+            for byte in (0..view.row_bytes()).step_by(CACHE_LINE_BYTES) {
+                simd.prefetch(view.row(row).wrapping_add(byte));
+            }
+        }
+    }
+
+    /// Widens a row of x; adds the residual and replaces that, if there is one.
+    ///
+    /// # Safety
+    /// The views are valid, the row is one of these.
+    #[inline(always)]
+    unsafe fn add<S: Simd>(&self, simd: S, row: usize, values: &mut [f32]) {
+        let RmsNorm { x, residual, .. } = *self.call;
+        let (vectors, rest) = values.as_chunks_mut::<LANES>().0.split_at_mut(x.width / LANES);
+        for (idx, value) in vectors.iter_mut().enumerate() {
+            // SAFETY: the elements are within the row, for which the caller vouches.
+            unsafe {
+                let mut sum = load_vector(simd, x.dtype, x.at(row, idx * LANES));
+                if let Some(residual) = residual {
+                    let place = residual.at(row, idx * LANES);
+                    store_vector(
+                        simd,
+                        x.dtype,
+                        simd.add(load_vector(simd, x.dtype, place), sum),
+                        place,
+                    );
+                    sum = load_vector(simd, x.dtype, place);
+                }
+                simd.store(sum, value);
+            }
+        }
+        let start = x.width - x.width % LANES;
+        for value in rest {
+            let len = x.width - start;
+            *value = [0.0; LANES];
+            // SAFETY: as above.
+            unsafe {
+                load_row(x.dtype, x.at(row, start), &mut value[..len]);
+                if let Some(residual) = residual {
+                    let mut addend = [0.0; LANES];
+                    load_row(x.dtype, residual.at(row, start), &mut addend[..len]);
+                    simd.store(simd.add(simd.load(&addend), simd.load(value)), value);
+                    round_row(x.dtype, &mut value[..len]);
+                    store_row(x.dtype, &value[..len], residual.at(row, start));
+                }
+            }
+        }
+    }
+
+    /// Writes a row: the values times the factor, rounded, times the weights.
+    ///
+    /// # Safety
+    /// As `add`.
+    #[inline(always)]
+    unsafe fn scale<S: Simd>(&self, simd: S, row: usize, values: &[f32], factor: f32, weights: &[f32]) {
+        let out = self.call.out;
+        let factor = simd.splat(factor);
+        let pairs = values
+            .as_chunks::<LANES>()
+            .0
+            .iter()
+            .zip(weights.as_chunks::<LANES>().0);
+        for (idx, (value, weight)) in pairs.enumerate() {
+            let start = idx * LANES;
+            let (place, len) = (out.at(row, start), LANES.min(out.width - start));
+            let scaled = simd.mul(simd.load(value), factor);
+            // SAFETY: the elements are within the row, for which the caller vouches. What was rounded is read back.
+            unsafe {
+                if len == LANES {
+                    store_vector(simd, out.dtype, scaled, place);
+                    let scaled = load_vector(simd, out.dtype, place);
+                    store_vector(simd, out.dtype, simd.mul(scaled, simd.load(weight)), place);
+                } else {
+                    let mut lanes = [0.0; LANES];
+                    simd.store(scaled, &mut lanes);
+                    round_row(out.dtype, &mut lanes[..len]);
+                    simd.store(simd.mul(simd.load(&lanes), simd.load(weight)), &mut lanes);
+                    store_row(out.dtype, &lanes[..len], place);
+                }
+            }
+        }
     }
 }
 

@@ -20,8 +20,9 @@ use std::time::{Duration, Instant};
 use super::InvalidArgument;
 use crate::sync::{Board, Parker};
 
-/// Work below this many nanoseconds stays on the calling thread: waking others costs about as much.
-const SERIAL_NS: u64 = 10_000;
+/// Work below this many nanoseconds stays on the calling thread. Between two kernels of a step the others are looking for
+/// work, and two that do nothing are handed out and waited for in 0.4 to 0.7 us; waking one that sleeps costs more.
+const SERIAL_NS: u64 = 2_000;
 
 /// Threads that a pool may have. The limit only catches nonsense.
 const MAX_THREADS: usize = 1024;

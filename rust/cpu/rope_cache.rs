@@ -10,14 +10,19 @@
 )]
 
 use super::InvalidArgument;
-use super::element::{Dtype, load_row, store_row};
+use super::element::{Dtype, load_row, load_vector, store_row, store_vector};
 use super::isa::{Isa, Kernel, LANES, Simd};
 use super::pool;
 use super::tensor::{CacheView, RowsView};
 
-/// Tokens that a thread takes at a time: few, since a token of a decode writes to a place of its own, which is seldom
-/// in a cache.
-const TOKENS_PER_PIECE: usize = 4;
+/// Most tokens that a thread takes at a time.
+const TOKENS_PER_PIECE: usize = 16;
+
+/// Tokens between the one that is rotated and the one whose heads are asked for.
+const TOKENS_AHEAD: usize = 2;
+
+/// Bytes that memory hands over at once.
+const CACHE_LINE_BYTES: usize = 64;
 
 /// Elements a nanosecond and a thread, for the estimate of a call's duration.
 const ELEMENTS_PER_NS: usize = 1;
@@ -111,13 +116,46 @@ impl RopeCache<'_> {
     pub unsafe fn run(&self) {
         let isa = Isa::best();
         let num_tokens = self.query.num_tokens;
-        let mut pieces: Vec<usize> = (0..num_tokens).step_by(TOKENS_PER_PIECE).collect();
+        // A decode is cut into one piece for each thread: what a piece asks for at first, it need not wait for later.
+        let tokens_per_piece = num_tokens
+            .div_ceil(pool::num_threads())
+            .clamp(1, TOKENS_PER_PIECE);
+        let mut pieces: Vec<usize> = (0..num_tokens).step_by(tokens_per_piece).collect();
         pool::for_each(&mut pieces, self.estimated_ns(), |first| {
             isa.run(RotateTokens {
                 call: self,
-                tokens: *first..num_tokens.min(*first + TOKENS_PER_PIECE),
+                tokens: *first..num_tokens.min(*first + tokens_per_piece),
             });
         });
+    }
+
+    /// Asks for what a token is rotated by, and for its slot: a decode writes to as many blocks as there are sequences,
+    /// which are seldom in a cache.
+    #[inline(always)]
+    fn fetch_places<S: Simd>(&self, simd: S, token: usize) {
+        let rot = self.cos.rot;
+        for table in [&self.cos, &self.sin] {
+            let angles = &table.values[index(self.positions[token]) * rot..];
+            fetch(simd, angles.as_ptr().cast(), rot * size_of::<f32>());
+        }
+        let slot = index(self.slot_mapping[token]);
+        for cache in [&self.key_cache, &self.value_cache] {
+            let (block, offset) = (slot / cache.block_size, slot % cache.block_size);
+            let num_bytes = cache.head_dim * cache.dtype.size();
+            for head in 0..cache.num_kv_heads {
+                fetch(simd, cache.row(block, head, offset), num_bytes);
+            }
+        }
+    }
+
+    /// Asks for a token's heads, a part of which another thread has written.
+    #[inline(always)]
+    fn fetch_heads<S: Simd>(&self, simd: S, token: usize) {
+        for heads in [&self.query, &self.key, &self.value] {
+            for head in 0..heads.num_heads {
+                fetch(simd, heads.row(token, head), heads.head_dim * heads.dtype.size());
+            }
+        }
     }
 
     /// Rotates the heads of one token and writes its slot.
@@ -168,10 +206,28 @@ struct RotateTokens<'k, 'a> {
 impl Kernel for RotateTokens<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        for token in self.tokens {
-            // SAFETY: `RopeCache::run` vouches for the views.
-            unsafe { self.call.rotate_token(simd, token) };
+        let Self { call, tokens } = self;
+        for token in tokens.clone() {
+            call.fetch_places(simd, token);
         }
+        for token in tokens.clone().take(TOKENS_AHEAD) {
+            call.fetch_heads(simd, token);
+        }
+        for token in tokens.clone() {
+            if token + TOKENS_AHEAD < tokens.end {
+                call.fetch_heads(simd, token + TOKENS_AHEAD);
+            }
+            // SAFETY: `RopeCache::run` vouches for the views.
+            unsafe { call.rotate_token(simd, token) };
+        }
+    }
+}
+
+/// Asks for some bytes.
+#[inline(always)]
+fn fetch<S: Simd>(simd: S, address: *const u8, num_bytes: usize) {
+    for byte in (0..num_bytes).step_by(CACHE_LINE_BYTES) {
+        simd.prefetch(address.wrapping_add(byte));
     }
 }
 
@@ -230,27 +286,14 @@ impl Rotation {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, simd: S, idx: usize) -> S::V {
         // SAFETY: the caller vouches for sixteen elements.
-        unsafe {
-            match self.from_type {
-                Dtype::F32 => simd.load_f32(self.at(idx)),
-                Dtype::Bf16 => simd.load_bf16(self.at(idx)),
-                Dtype::F16 => simd.load_f16(self.at(idx)),
-            }
-        }
+        unsafe { load_vector(simd, self.from_type, self.at(idx)) }
     }
 
     #[inline(always)]
     unsafe fn store<S: Simd>(self, simd: S, vector: S::V, idx: usize) {
-        let mut lanes = [0.0; LANES];
-        simd.store(vector, &mut lanes);
+        let to = self.to.wrapping_add(idx * self.to_type.size());
         // SAFETY: the caller vouches for sixteen elements.
-        unsafe {
-            store_row(
-                self.to_type,
-                &lanes,
-                self.to.wrapping_add(idx * self.to_type.size()),
-            );
-        };
+        unsafe { store_vector(simd, self.to_type, vector, to) };
     }
 
     #[inline(always)]

@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use super::super::activation::silu;
-use super::super::element::{Dtype, store_row};
+use super::super::element::{Dtype, store_row, store_vector};
 use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
@@ -297,27 +297,12 @@ impl Piece<'_> {
             let result = if weight.is_gated() {
                 let [gate, up] = [&sums[2 * idx], &sums[2 * idx + 1]];
                 let panel = first_panel + 2 * idx;
-                simd.mul(
-                    silu(simd, self.shifted(simd, gate, panel)),
-                    self.shifted(simd, up, panel + 1),
-                )
+                let gate = silu(simd, self.shifted(simd, gate, panel));
+                simd.mul(gate, self.shifted(simd, up, panel + 1))
             } else {
                 self.shifted(simd, &sums[idx], first_panel + idx)
             };
-            let mut lanes = [0.0; LANES];
-            simd.store(result, &mut lanes);
-            let column = (first_panel / turns + idx) * LANES;
-            let place = out.at(row, column);
-            // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece
-            // has them.
-            unsafe {
-                if let few @ 1..LANES = out.width - column {
-                    store_row(out.dtype, &lanes[..few], place);
-                } else {
-                    // A length that the compiler knows: no loop.
-                    store_row(out.dtype, &lanes, place);
-                }
-            }
+            write(simd, out, row, (first_panel / turns + idx) * LANES, result);
         }
     }
 
@@ -328,6 +313,22 @@ impl Piece<'_> {
         match self.call.weight.bias().as_chunks().0.get(panel) {
             Some(bias) => simd.add(sums, simd.load(bias)),
             None => sums,
+        }
+    }
+}
+
+/// Rounds and writes sixteen columns, or those of them that there are.
+#[inline(always)]
+fn write<S: Simd>(simd: S, out: &MatrixView, row: usize, column: usize, vector: S::V) {
+    let len = LANES.min(out.width.saturating_sub(column));
+    // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece has them.
+    unsafe {
+        if len == LANES {
+            store_vector(simd, out.dtype, vector, out.at(row, column));
+        } else if len > 0 {
+            let mut lanes = [0.0; LANES];
+            simd.store(vector, &mut lanes);
+            store_row(out.dtype, &lanes[..len], out.at(row, column));
         }
     }
 }
