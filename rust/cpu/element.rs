@@ -65,10 +65,6 @@ fn bf16_bits(value: f32) -> u16 {
 }
 
 /// Rounds numbers to what the type can hold; they stay f32.
-#[expect(
-    clippy::inline_always,
-    reason = "must be compiled with the instruction set of its caller"
-)]
 #[inline(always)]
 pub(crate) fn round_row(dtype: Dtype, row: &mut [f32]) {
     match dtype {
@@ -93,10 +89,6 @@ pub(crate) fn round_row(dtype: Dtype, row: &mut [f32]) {
 ///
 /// # Safety
 /// `src` is aligned to `dtype` and readable for that many elements.
-#[expect(
-    clippy::inline_always,
-    reason = "must be compiled with the instruction set of its caller"
-)]
 #[inline(always)]
 pub(crate) unsafe fn load_row(dtype: Dtype, src: *const u8, dst: &mut [f32]) {
     match dtype {
@@ -124,10 +116,6 @@ pub(crate) unsafe fn load_row(dtype: Dtype, src: *const u8, dst: &mut [f32]) {
 ///
 /// # Safety
 /// `dst` is aligned to `dtype`, writable for `src.len()` elements, and nobody else accesses them meanwhile.
-#[expect(
-    clippy::inline_always,
-    reason = "must be compiled with the instruction set of its caller"
-)]
 #[inline(always)]
 pub(crate) unsafe fn store_row(dtype: Dtype, src: &[f32], dst: *mut u8) {
     match dtype {

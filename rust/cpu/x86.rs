@@ -164,10 +164,6 @@ impl Simd for Avx512 {
         fn load_f16(src) = _mm512_cvtph_ps(_mm256_loadu_si256(src.cast()));
     }
 
-    #[expect(
-        clippy::inline_always,
-        reason = "it has the instructions where it is inlined into `run`"
-    )]
     #[inline(always)]
     unsafe fn store_bf16(self, v: __m512, dst: *mut u8) {
         // SAFETY: the caller vouches for sixteen elements; `self` proves the instructions.

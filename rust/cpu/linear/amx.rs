@@ -4,22 +4,30 @@
 //! of sums, two of x and two of weights: the eight that there are. Up to 16 rows are multiplied by four panels at a
 //! time.
 
+#![expect(
+    clippy::inline_always,
+    reason = "a kernel is compiled for an instruction set by being inlined"
+)]
+
 use std::arch::asm;
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 
-use super::piece::{MicroKernel, Pass, Tile};
+use super::piece::{Meanwhile, MicroKernel, Tile};
 use crate::cpu::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
 
 /// Elements along K that one instruction multiplies.
 const STEP: usize = 32;
 
-/// The tiles of this thread, within `with_tiles`.
+/// Rows of the upper and of the lower tiles, as configured; none at first.
+pub(super) type Shape = Cell<(usize, usize)>;
+
+/// The tiles of this thread, which gives them up afterwards (`Amx::release`).
 #[derive(Clone, Copy)]
 pub(super) struct Tiles<'a> {
     amx: Amx,
-    /// Rows of the upper and of the lower tiles, as configured.
-    shape: &'a Cell<(usize, usize)>,
+    shape: &'a Shape,
 }
 
 /// Panels of the widest tile of so many rows.
@@ -27,14 +35,12 @@ pub(super) fn group_panels(num_rows: usize) -> usize {
     if num_rows > TILE_LEN { 2 } else { 4 }
 }
 
-/// Calls `work` on this thread, and gives the tiles up afterwards.
-pub(super) fn with_tiles(amx: Amx, work: impl FnOnce(Tiles<'_>)) {
-    let shape = Cell::new((0, 0));
-    work(Tiles { amx, shape: &shape });
-    amx.release();
-}
+impl<'a> Tiles<'a> {
+    /// They have no shape yet.
+    pub(super) fn new(amx: Amx, shape: &'a Shape) -> Self {
+        Self { amx, shape }
+    }
 
-impl Tiles<'_> {
     /// Gives the tiles their shapes: 0 and 1 hold sums of the upper rows, 2 and 3 of the lower ones (or, if there are
     /// none, more sums of the upper ones), 4 and 5 rows of x, 6 and 7 weights.
     fn configure(self, upper: usize, lower: usize) {
@@ -74,59 +80,72 @@ macro_rules! fetch {
     };
 }
 
-/// Two by two tiles, whose weights and rows of x are loaded by the given instructions; `$fetch` asks for what is wanted
-/// later. All loads come before the products, and products of the same weights follow each other: both take less power,
-/// by which these instructions are bound when many cores use them.
+/// A step of two by two tiles, whose rows of x and weights are loaded by the given instructions. All loads come before
+/// the products, and products of the same weights follow each other: both take less power, by which these instructions
+/// are bound when many cores use them.
 macro_rules! two_by_two {
-    ($tile:expr, $load_x:literal, $load_w:literal, [$($fetch:expr,)*]) => {{
-        let tile: &Tile = $tile;
-        let lower = tile.x.wrapping_add(TILE_LEN * tile.x_stride);
+    ($x:expr, $weights:expr, $x_stride:expr, $load_x:literal, $load_w:literal) => {
         asm!(
-            "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
-            "2:",
             concat!($load_x, " tmm4, [{x0} + {xs}*1]"), concat!($load_x, " tmm5, [{x1} + {xs}*1]"),
             concat!($load_w, " tmm6, [{w0} + {row}*1]"), concat!($load_w, " tmm7, [{w1} + {row}*1]"),
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tdpbf16ps tmm2, tmm5, tmm6",
             "tdpbf16ps tmm1, tmm4, tmm7",
             "tdpbf16ps tmm3, tmm5, tmm7",
-            $($fetch,)*
-            "add {x0}, 64", "add {x1}, 64", "add {w0}, 1024", "add {w1}, 1024",
-            "dec {steps}", "jnz 2b",
-            "tilestored [{s0} + {ss}*1], tmm0", "tilestored [{s0} + {ss}*1 + 64], tmm1",
-            "tilestored [{s1} + {ss}*1], tmm2", "tilestored [{s1} + {ss}*1 + 64], tmm3",
-            "/* {ahead} */",
-            x0 = inout(reg) tile.x => _,
-            x1 = inout(reg) lower => _,
-            xs = in(reg) tile.x_stride,
-            w0 = inout(reg) tile.panels => _,
-            w1 = inout(reg) tile.panels.wrapping_add(tile.panel_stride) => _,
-            ahead = inout(reg) tile.ahead => _,
+            x0 = in(reg) $x[0],
+            x1 = in(reg) $x[1],
+            w0 = in(reg) $weights[0],
+            w1 = in(reg) $weights[1],
+            xs = in(reg) $x_stride,
             row = in(reg) ROW_BYTES,
-            steps = inout(reg) tile.depth / STEP => _,
-            s0 = in(reg) tile.sums,
-            s1 = in(reg) tile.sums.wrapping_add(TILE_LEN * tile.sums_stride),
-            ss = in(reg) tile.sums_stride * size_of::<f32>(),
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nostack),
-        );
-    }};
-    ($tile:expr, $load_x:literal, $load_w:literal, ahead) => {
-        two_by_two!($tile, $load_x, $load_w, [fetch!(), fetch!(),])
+            options(nostack, readonly),
+        )
     };
 }
 
 /// Up to 32 rows, more than 16, by two panels. What passes by once is loaded so that it does not displace what stays in
-/// the nearest cache (`tileloaddt1`); the next two panels are fetched from afar while these are multiplied.
-unsafe fn two_by_two(tile: &Tile) {
-    // SAFETY: the caller vouches for the memory, and configured the tiles; a prefetch may ask for any address.
+/// the nearest cache (`tileloaddt1`). Between the steps, which leave most units of the processor idle, what is read next
+/// is fetched from afar, and a part of `meanwhile` is done.
+///
+/// # Safety
+/// As `MicroKernel::tile_while`; the tiles are configured.
+#[inline(always)]
+unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
+    let mut x = [0, TILE_LEN].map(|row| tile.x.wrapping_add(row * tile.x_stride));
+    let mut weights = [0, 1].map(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
+    let mut ahead = tile.ahead;
+    // SAFETY: the caller vouches for the memory, and configured the tiles; a prefetch may ask for any address. What the
+    // registers hold stays from one instruction to the next, since the compiler knows none of them.
     unsafe {
-        match tile.pass {
-            Pass::Only => two_by_two!(tile, "tileloadd", "tileloaddt1", ahead),
-            Pass::First => two_by_two!(tile, "tileloaddt1", "tileloadd", ahead),
-            Pass::Later => two_by_two!(tile, "tileloaddt1", "tileloadd", []),
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            options(nostack)
+        );
+        for _ in 0..tile.depth / STEP {
+            if tile.stays {
+                two_by_two!(x, weights, tile.x_stride, "tileloaddt1", "tileloadd");
+            } else {
+                two_by_two!(x, weights, tile.x_stride, "tileloadd", "tileloaddt1");
+            }
+            for _ in 0..tile.ahead_lines {
+                _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
+                ahead = ahead.wrapping_add(ROW_BYTES);
+            }
+            meanwhile.next();
+            x = x.map(|rows| rows.wrapping_add(ROW_BYTES));
+            weights = weights.map(|panel| panel.wrapping_add(TILE_LEN * ROW_BYTES));
         }
+        asm!(
+            "tilestored [{upper} + {stride}*1], tmm0", "tilestored [{upper} + {stride}*1 + 64], tmm1",
+            "tilestored [{lower} + {stride}*1], tmm2", "tilestored [{lower} + {stride}*1 + 64], tmm3",
+            upper = in(reg) tile.sums,
+            lower = in(reg) tile.sums.wrapping_add(TILE_LEN * tile.sums_stride),
+            stride = in(reg) tile.sums_stride * size_of::<f32>(),
+            options(nostack),
+        );
     }
 }
 
@@ -189,15 +208,24 @@ impl MicroKernel for Tiles<'_> {
         group_panels(num_rows)
     }
 
-    unsafe fn tile(self, tile: &Tile) {
+    #[inline(always)]
+    unsafe fn tile_while(self, tile: &Tile, meanwhile: &mut impl Meanwhile) {
         debug_assert!(!tile.resumes, "no sum is put aside");
         let lower = tile.num_rows.saturating_sub(TILE_LEN);
         if lower > 0 && tile.num_panels == 2 {
             self.configure(TILE_LEN, lower);
             // SAFETY: passed on.
-            unsafe { two_by_two(tile) };
-            return;
+            unsafe { two_by_two(tile, meanwhile) };
         }
+        while meanwhile.next() {}
+        if lower == 0 || tile.num_panels != 2 {
+            // SAFETY: passed on.
+            unsafe { self.tile(tile) };
+        }
+    }
+
+    unsafe fn tile(self, tile: &Tile) {
+        let lower = tile.num_rows.saturating_sub(TILE_LEN);
         if lower == 0 && tile.num_panels != 3 {
             self.configure(tile.num_rows, 0);
             // SAFETY: passed on.
@@ -216,7 +244,7 @@ impl MicroKernel for Tiles<'_> {
                     sums: tile
                         .sums
                         .wrapping_add(first_row * tile.sums_stride + panel * LANES),
-                    ..tile.clone()
+                    ..*tile
                 };
                 // SAFETY: a part of what the caller vouches for.
                 unsafe { one_by_some(&part) };

@@ -9,7 +9,7 @@ use std::arch::x86_64::{
 
 use std::mem::transmute;
 
-use super::piece::{MicroKernel, Tile};
+use super::piece::{CACHE_LINE_BYTES, MicroKernel, Tile};
 use crate::cpu::isa::LANES;
 
 /// Panels of a tile.
@@ -47,15 +47,12 @@ unsafe fn multiply<const R: usize, const P: usize>(tile: &Tile) {
         }
     }
     let (mut x, mut weights) = (tile.x, tile.panels);
+    let mut ahead = tile.ahead;
     for step in 0..tile.depth / 2 {
         if step % FETCHED_STEPS == 0 {
-            for panel in tile.fetch.clone() {
-                let next = tile
-                    .ahead
-                    .wrapping_add(panel * tile.panel_stride + step * STEP_BYTES);
-                for line in 0..FETCHED_STEPS {
-                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line * STEP_BYTES).cast());
-                }
+            for _ in 0..FETCHED_STEPS * tile.ahead_lines {
+                _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
+                ahead = ahead.wrapping_add(CACHE_LINE_BYTES);
             }
         }
         // SAFETY: the caller vouches for as many pairs of rows and panels; the transmuted types are all 64 bytes.

@@ -13,7 +13,7 @@ use std::marker::PhantomData;
 
 use super::super::element::Element;
 use super::super::isa::{Isa, LANES, Simd};
-use super::piece::{MicroKernel, Tile};
+use super::piece::{CACHE_LINE_BYTES, MicroKernel, Tile};
 
 /// Rows of a tile. With four panels their 24 accumulators, four vectors of weights and one of x fill the 32 registers
 /// of AVX-512; with one panel the 12 halves do the same for the 16 of AVX2.
@@ -23,9 +23,6 @@ const WIDE: usize = 4;
 
 /// Steps along K between two calculations of addresses, which compete with multiply-adds for the processor's ports.
 const UNROLLED: usize = 4;
-
-/// Bytes that memory hands over at once.
-const CACHE_LINE_BYTES: usize = 64;
 
 /// Panels that work is cut at.
 pub(super) fn group_panels(isa: Isa) -> usize {
@@ -109,13 +106,10 @@ impl<S: Simd, E: Element> Fma<S, E> {
         let (mut x, mut weights) = (tile.x, tile.panels);
         let mut ahead = tile.ahead;
         for _ in 0..tile.depth / UNROLLED {
-            for panel in tile.fetch.clone() {
-                let next = ahead.wrapping_add(panel * tile.panel_stride);
-                for line in (0..UNROLLED * step_bytes::<E>()).step_by(CACHE_LINE_BYTES) {
-                    simd.prefetch(next.wrapping_add(line));
-                }
+            for _ in 0..UNROLLED * tile.ahead_lines {
+                simd.prefetch(ahead);
+                ahead = ahead.wrapping_add(CACHE_LINE_BYTES);
             }
-            ahead = ahead.wrapping_add(UNROLLED * step_bytes::<E>());
             for _ in 0..UNROLLED {
                 // SAFETY: the caller vouches for as many elements of rows and panels.
                 unsafe { self.add_products(tile, x, weights, &mut sums) };
@@ -166,9 +160,8 @@ impl<S: Simd, E: Element> MicroKernel for Fma<S, E> {
                 num_panels: 1,
                 panels: tile.panels.wrapping_add(panel * tile.panel_stride),
                 sums: tile.sums.wrapping_add(panel * LANES),
-                ahead: tile.ahead.wrapping_add(panel * tile.panel_stride),
-                fetch: 0..usize::from(tile.fetch.contains(&panel)),
-                ..tile.clone()
+                ahead_lines: if panel == 0 { tile.ahead_lines } else { 0 },
+                ..*tile
             };
             // SAFETY: a part of what the caller vouches for.
             unsafe { self.rows::<1>(&one) };

@@ -2,7 +2,8 @@
 //!
 //! Loops from the outside in: chunks of rows that stay in the second-level cache, groups of panels, cuts of K that let
 //! the group stay in the nearest cache while all rows of the chunk pass by, blocks of rows. The innermost step is a
-//! tile. When the last cut of a block is done, its sums are still near: bias, activation and rounding follow at once.
+//! tile. When the last cut of a block is done, its sums are still near: bias, activation and rounding follow, at once
+//! or, where the multiplier is a unit of its own, while the next tile is multiplied.
 
 #![expect(
     clippy::inline_always,
@@ -22,6 +23,8 @@ use crate::cpu::tensor::MatrixView;
 
 /// Bytes of x that are wanted again for every group of panels: half of a second-level cache.
 const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes that memory hands over at once.
+pub(super) const CACHE_LINE_BYTES: usize = 64;
 /// Most rows of a chunk, and what their number is a multiple of.
 const CHUNK_ROWS: (usize, usize) = (256, 32);
 
@@ -31,19 +34,8 @@ pub(super) fn rows_per_chunk(row_bytes: usize) -> usize {
     (CHUNK_BYTES / row_bytes / step * step).clamp(step, most)
 }
 
-/// Which of the blocks of rows that are multiplied by the same panels one after another.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Pass {
-    /// There is no other.
-    Only,
-    /// The first one.
-    First,
-    /// One of the others, which find the panels in a cache.
-    Later,
-}
-
 /// One tile: rows of x times panels, summed over a cut of K.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Tile {
     pub(super) num_rows: usize,
     pub(super) num_panels: usize,
@@ -61,13 +53,19 @@ pub(super) struct Tile {
     pub(super) sums_stride: usize,
     /// Whether to go on from what `sums` holds.
     pub(super) resumes: bool,
-    /// Who else multiplies these panels.
-    pub(super) pass: Pass,
+    /// Whether another block of rows is multiplied by these panels before the next ones are.
+    pub(super) stays: bool,
     /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
     pub(super) ahead: *const u8,
-    /// Those of the panels whose successors this tile should ask for: the passes of the blocks share them out, so that
-    /// memory is read all the time.
-    pub(super) fetch: Range<usize>,
+    /// Cache lines of it to fetch in a step along K: the blocks of rows and the cuts share them out, since memory
+    /// delivers little at a time.
+    pub(super) ahead_lines: usize,
+}
+
+/// Small parts of other work. Not a closure, which would be compiled without the instructions of its kernel.
+pub(super) trait Meanwhile {
+    /// Does the next part; false if none is left then.
+    fn next(&mut self) -> bool;
 }
 
 /// The inner loops of an arithmetic. An element's sum takes its products in the same order whatever the size of the
@@ -75,7 +73,7 @@ pub(super) struct Tile {
 pub(super) trait MicroKernel: Copy {
     /// Most rows of a tile.
     const MAX_ROWS: usize;
-    /// Elements along K after which the sums are put aside.
+    /// Elements along K after which the sums are put aside, if there is more than one block of rows.
     const MAX_DEPTH: usize;
 
     /// Most panels of a tile when there are so many rows.
@@ -87,7 +85,48 @@ pub(super) trait MicroKernel: Copy {
     /// Rows and panels are readable, the sums writable, for what the tile says; numbers of rows and panels are at
     /// least 1 and no more than the limits.
     unsafe fn tile(self, tile: &Tile);
+
+    /// Computes a tile, and does `meanwhile` until nothing is left of it: first, unless the instructions of the tile
+    /// leave the units idle that it needs.
+    ///
+    /// # Safety
+    /// As `tile`; `meanwhile` touches nothing that the tile reads or writes.
+    #[inline(always)]
+    unsafe fn tile_while(self, tile: &Tile, meanwhile: &mut impl Meanwhile) {
+        while meanwhile.next() {}
+        // SAFETY: passed on.
+        unsafe { self.tile(tile) };
+    }
 }
+
+/// Two places for the sums of a block of rows, by turns. Those in one of them may be complete, and to be written.
+struct Sums {
+    places: [*mut f32; 2],
+    /// Which of them the complete ones came into.
+    turn: usize,
+    /// Rows of the product that are left to write, and their panels.
+    rows: Range<usize>,
+    panels: Range<usize>,
+    /// Sums of the first of the rows.
+    next: *mut f32,
+}
+
+/// Writes what is complete.
+struct Writing<'w, 'k, S> {
+    piece: &'w Piece<'k>,
+    simd: S,
+    sums: &'w mut Sums,
+}
+
+impl<S: Simd> Meanwhile for Writing<'_, '_, S> {
+    #[inline(always)]
+    fn next(&mut self) -> bool {
+        self.piece.write_rows(self.simd, self.sums)
+    }
+}
+
+/// Rows that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
+const ROWS_A_STEP: usize = 2;
 
 /// Some rows of a call against some panels.
 #[derive(Clone, Debug)]
@@ -114,7 +153,12 @@ impl Kernel for &mut Piece<'_> {
             #[cfg(target_arch = "x86_64")]
             (Arithmetic::DotBf16(dot), _) => self.multiply(simd, dot),
             #[cfg(target_arch = "x86_64")]
-            (Arithmetic::Amx(amx), _) => amx::with_tiles(amx, |tiles| self.multiply(simd, tiles)),
+            (Arithmetic::Amx(amx), _) => {
+                // Not in a closure, which would be compiled without the instructions of `simd`.
+                let shape = amx::Shape::default();
+                self.multiply(simd, amx::Tiles::new(amx, &shape));
+                amx.release();
+            }
         }
     }
 }
@@ -122,7 +166,7 @@ impl Kernel for &mut Piece<'_> {
 impl Piece<'_> {
     #[inline(always)]
     fn multiply<S: Simd, M: MicroKernel>(&self, simd: S, kernel: M) {
-        let mut sums = AlignedBuffer::default();
+        let mut buffer = AlignedBuffer::default();
         let rows_per_chunk = rows_per_chunk(self.x.row_bytes());
         let num_rows = self.rows.len().min(rows_per_chunk);
         // Gated columns come in pairs of panels, and both must be there when the sums are complete.
@@ -132,18 +176,28 @@ impl Piece<'_> {
         } else {
             2 * widest
         };
-        sums.reserve(num_rows * group * LANES);
+        let block_len = M::MAX_ROWS * group * LANES;
+        let len = (num_rows * group * LANES).max(2 * block_len);
+        buffer.reserve(len);
+        let first = buffer.slice(0..len).as_mut_ptr();
+        let mut sums = Sums {
+            places: [first, first.wrapping_add(block_len)],
+            turn: 0,
+            rows: 0..0,
+            panels: 0..0,
+            next: first,
+        };
         for first_row in self.rows.clone().step_by(rows_per_chunk) {
             let rows = first_row..self.rows.end.min(first_row + rows_per_chunk);
             for first_panel in self.panels.clone().step_by(group) {
                 let panels = first_panel..self.panels.end.min(first_panel + group);
-                let sums = sums.slice(0..num_rows * group * LANES);
-                self.multiply_group(simd, kernel, rows.clone(), panels, sums);
+                self.multiply_group(simd, kernel, rows.clone(), panels, &mut sums);
             }
         }
+        while self.write_rows(simd, &mut sums) {}
     }
 
-    /// A chunk of rows against a group of panels.
+    /// A chunk of rows against a group of panels. Writes what was complete before, and leaves the last block so.
     #[inline(always)]
     fn multiply_group<S: Simd, M: MicroKernel>(
         &self,
@@ -151,99 +205,128 @@ impl Piece<'_> {
         kernel: M,
         rows: Range<usize>,
         panels: Range<usize>,
-        sums: &mut [f32],
+        sums: &mut Sums,
     ) {
         let weight = self.call.weight;
         let depth = weight.depth();
         let stride = panels.len() * LANES;
         let max_panels = kernel.max_panels(rows.len());
         let block = block_len(rows.len(), M::MAX_ROWS);
-        let num_passes = rows.len().div_ceil(block);
-        let cut = block_len(depth, M::MAX_DEPTH).next_multiple_of(weight.arithmetic().step());
-        let step_bytes = LANES * weight.dtype().size();
+        let num_blocks = rows.len().div_ceil(block);
+        let max_depth = if rows.len() > block { M::MAX_DEPTH } else { depth };
+        let step = weight.arithmetic().step();
+        let cut = block_len(depth, max_depth).next_multiple_of(step);
+        let step_bytes = step * LANES * weight.dtype().size();
         for first_k in (0..depth).step_by(cut) {
             let next_k = depth.min(first_k + cut);
             for (idx, first) in rows.clone().step_by(block).enumerate() {
                 let block_rows = first..rows.end.min(first + block);
-                // Sums that do not wait for the next cut share one place in the nearest cache.
-                let waiting = if cut < depth { first - rows.start } else { 0 };
-                let sums = &mut sums[waiting * stride..];
-                let pass = if block_rows == rows {
-                    Pass::Only
-                } else if first == rows.start {
-                    Pass::First
+                // Sums that do not wait for the next cut have two places in the nearest cache: while those in one are
+                // written, the next ones come into the other.
+                let turn = 1 - sums.turn;
+                let place = if cut < depth {
+                    sums.places[0].wrapping_add((first - rows.start) * stride)
                 } else {
-                    Pass::Later
+                    sums.places[turn]
                 };
                 for panel in panels.clone().step_by(max_panels) {
                     let num_panels = max_panels.min(panels.end - panel);
-                    let share = num_panels.div_ceil(num_passes);
+                    let num_steps = (next_k - first_k) / step;
+                    let lines = (num_panels * step_bytes).div_ceil(CACHE_LINE_BYTES);
+                    let share = lines.div_ceil(num_blocks);
+                    let lines_before = first_k / step * lines + idx * share * num_steps;
                     let tile = Tile {
                         num_rows: block_rows.len(),
                         num_panels,
                         depth: next_k - first_k,
                         x: self.x.at(first, first_k),
                         x_stride: self.x.row_stride * self.x.dtype.size(),
-                        panels: weight.panel(panel).wrapping_add(first_k * step_bytes),
+                        panels: weight.panel(panel).wrapping_add(first_k / step * step_bytes),
                         panel_stride: weight.panel_bytes(),
-                        sums: sums[(panel - panels.start) * LANES..].as_mut_ptr(),
+                        sums: place.wrapping_add((panel - panels.start) * LANES),
                         sums_stride: stride,
                         resumes: first_k > 0,
-                        pass,
-                        fetch: num_panels.min(idx * share)..num_panels.min((idx + 1) * share),
-                        ahead: self.ahead(&panels, panel, next_k),
+                        stays: num_blocks > 1,
+                        ahead: self
+                            .ahead(&panels, panel)
+                            .wrapping_add(lines_before * CACHE_LINE_BYTES),
+                        ahead_lines: share.min(lines.saturating_sub(idx * share)),
                     };
-                    // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far.
-                    unsafe { kernel.tile(&tile) };
+                    let mut writing = Writing {
+                        piece: self,
+                        simd,
+                        sums,
+                    };
+                    // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far;
+                    // what is written was in the other place, or complete before.
+                    unsafe { kernel.tile_while(&tile, &mut writing) };
                 }
                 if next_k == depth {
-                    self.write_block(simd, block_rows, panels.clone(), sums);
+                    while self.write_rows(simd, sums) {}
+                    *sums = Sums {
+                        places: sums.places,
+                        turn,
+                        rows: block_rows,
+                        panels: panels.clone(),
+                        next: place,
+                    };
                 }
             }
         }
     }
 
-    /// Where the elements of a panel are that are multiplied after those before `next_k`: the next cut, or the group
-    /// after `panels`.
+    /// What is read after the panels from `panel` on of a group: those at the same place of the next group.
     #[inline(always)]
-    fn ahead(&self, panels: &Range<usize>, panel: usize, next_k: usize) -> *const u8 {
+    fn ahead(&self, group: &Range<usize>, panel: usize) -> *const u8 {
         let weight = self.call.weight;
-        let next_panel = panel + panels.len();
-        if next_k < weight.depth() {
-            let step_bytes = LANES * weight.dtype().size();
-            weight.panel(panel).wrapping_add(next_k * step_bytes)
-        } else if next_panel < self.panels.end {
+        let next_panel = panel + group.len();
+        if next_panel < self.panels.end {
             weight.panel(next_panel)
         } else {
             self.then
-                .wrapping_add((panel - panels.start) * weight.panel_bytes())
+                .wrapping_add((panel - group.start) * weight.panel_bytes())
         }
+    }
+
+    /// Writes the next rows of those that are complete; false if none is left.
+    #[inline(always)]
+    fn write_rows<S: Simd>(&self, simd: S, sums: &mut Sums) -> bool {
+        let stride = sums.panels.len() * LANES;
+        for row in sums.rows.by_ref().take(ROWS_A_STEP) {
+            // SAFETY: rows of sums follow each other, and no tile uses the place of those that are complete.
+            let row_sums = unsafe { std::slice::from_raw_parts(sums.next, stride) };
+            self.write_row(simd, row, sums.panels.start, row_sums.as_chunks().0);
+            sums.next = sums.next.wrapping_add(stride);
+        }
+        !sums.rows.is_empty()
     }
 
     /// Adds the bias, applies the gate, rounds and writes.
     #[inline(always)]
-    fn write_block<S: Simd>(&self, simd: S, rows: Range<usize>, panels: Range<usize>, sums: &mut [f32]) {
+    fn write_row<S: Simd>(&self, simd: S, row: usize, first_panel: usize, sums: &[[f32; LANES]]) {
         let (weight, out) = (self.call.weight, &self.call.out);
-        let stride = panels.len() * LANES;
-        for (row, sums) in rows.zip(sums.chunks_mut(stride)) {
-            if !weight.bias().is_empty() {
-                let bias = &weight.bias()[panels.start * LANES..panels.end * LANES];
-                for (sum, bias) in sums.iter_mut().zip(bias) {
-                    *sum += bias;
-                }
-            }
-            let sums = sums.as_chunks::<LANES>().0;
-            if weight.is_gated() {
-                let (pairs, first_column) = (sums.as_chunks::<2>().0, panels.start / 2 * LANES);
-                for ([gate, up], column) in pairs.iter().zip((first_column..).step_by(LANES)) {
-                    let product = simd.mul(silu(simd, simd.load(gate)), simd.load(up));
-                    write(simd, out, row, column, product);
-                }
+        // Gated columns and those that gate them come by turns.
+        let turns = if weight.is_gated() { 2 } else { 1 };
+        for idx in 0..sums.len() / turns {
+            let result = if weight.is_gated() {
+                let [gate, up] = [&sums[2 * idx], &sums[2 * idx + 1]];
+                let panel = first_panel + 2 * idx;
+                let gate = silu(simd, self.shifted(simd, gate, panel));
+                simd.mul(gate, self.shifted(simd, up, panel + 1))
             } else {
-                for (sum, column) in sums.iter().zip((panels.start * LANES..).step_by(LANES)) {
-                    write(simd, out, row, column, simd.load(sum));
-                }
-            }
+                self.shifted(simd, &sums[idx], first_panel + idx)
+            };
+            write(simd, out, row, (first_panel / turns + idx) * LANES, result);
+        }
+    }
+
+    /// Sums of a panel's columns, and the bias.
+    #[inline(always)]
+    fn shifted<S: Simd>(&self, simd: S, sums: &[f32; LANES], panel: usize) -> S::V {
+        let sums = simd.load(sums);
+        match self.call.weight.bias().as_chunks().0.get(panel) {
+            Some(bias) => simd.add(sums, simd.load(bias)),
+            None => sums,
         }
     }
 }
