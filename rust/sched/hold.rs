@@ -7,6 +7,7 @@
 //! count once.
 
 mod check;
+mod promise;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -18,13 +19,13 @@ use crate::ids::{BlockId, RequestId};
 use super::held_blocks::HeldBlocks;
 use super::hold_key::{HoldKey, HoldKind, HoldView};
 
+pub(super) use promise::Promise;
+
 /// Pins and sessions, and those that are being made, at most. Forks of a session cost no blocks, but memory.
 pub(super) const MAX_HOLDS: usize = 16_384;
 /// Tokens of all pins and sessions, 256 MiB of them, from which on no other one is promised. The budget of blocks does not
 /// bound them where prefix caching is off, or after a reset, which leaves sessions their tokens alone.
 const MAX_TOKENS: usize = 1 << 26;
-/// A promise that no request has taken up by then is broken: whoever opened it is gone.
-const PROMISE_TTL_MS: u64 = 600_000;
 
 /// Something that is kept.
 #[derive(Debug)]
@@ -61,18 +62,6 @@ impl Hold {
             expires_at_ms: self.expires_at_ms,
         }
     }
-}
-
-/// A request that runs, or is about to, will leave a hold behind.
-#[derive(Debug)]
-pub(super) struct Promise {
-    pub(super) key: HoldKey,
-    pub(super) ttl_ms: u64,
-    /// Blocks set aside.
-    pub(super) num_blocks: u32,
-    /// Whether a request has taken it up.
-    pub(super) is_taken: bool,
-    pub(super) opened_at_ms: u64,
 }
 
 /// All holds and promises.
@@ -168,77 +157,6 @@ impl Holds {
         self.get(key).map(Hold::view)
     }
 
-    // Promises.
-
-    /// Sets blocks aside for a hold to come. Returns the promise's number.
-    ///
-    /// # Errors
-    /// `OverBudget`, `TooMany` and `TooManyTokens`; nothing has changed then.
-    pub(super) fn promise(
-        &mut self,
-        key: HoldKey,
-        ttl_ms: u64,
-        num_blocks: u32,
-        block_size: u32,
-    ) -> Result<u64, HoldError> {
-        self.require_place()?;
-        if self.num_tokens >= self.max_tokens {
-            return Err(HoldError::TooManyTokens {
-                most: self.max_tokens,
-            });
-        }
-        if num_blocks > self.num_left() {
-            return Err(HoldError::OverBudget {
-                noun: key.kind.noun(),
-                needed: num_blocks,
-                block_size,
-                budget: self.budget,
-                held: self.blocks.len(),
-                promised: self.num_promised,
-            });
-        }
-        let number = self.next_number();
-        self.num_promised += num_blocks;
-        let promise = Promise {
-            key,
-            ttl_ms,
-            num_blocks,
-            is_taken: false,
-            opened_at_ms: self.now_ms,
-        };
-        self.promises.insert(number, promise);
-        Ok(number)
-    }
-
-    /// A request of this tenant takes a promise up. Returns whether it may: the promise is there and its tenant's own.
-    pub(super) fn take_up(&mut self, number: u64, salt: &[u8]) -> bool {
-        let promise = self.promises.get_mut(&number);
-        let Some(promise) = promise.filter(|promise| promise.key.salt == salt && !promise.is_taken) else {
-            return false;
-        };
-        promise.is_taken = true;
-        true
-    }
-
-    /// Ends a promise, kept or not, and gives its blocks back to the budget. None if it was broken before.
-    pub(super) fn end_promise(&mut self, number: u64) -> Option<Promise> {
-        let promise = self.promises.remove(&number)?;
-        self.num_promised -= promise.num_blocks;
-        if let Some(id) = self.by_key.get(&promise.key) {
-            let hold = self.by_number.get_mut(id).expect("a key names a hold");
-            hold.appending.take_if(|appending| *appending == number);
-        }
-        Some(promise)
-    }
-
-    /// Breaks every promise of this name: what is deleted does not come back with a request that still runs.
-    fn break_promises(&mut self, key: &HoldKey) {
-        let same = self.promises.iter().filter(|(_, promise)| promise.key == *key);
-        for number in same.map(|(&number, _)| number).collect::<Vec<_>>() {
-            self.end_promise(number);
-        }
-    }
-
     /// Whether another hold, or a promise of one, may be added.
     ///
     /// # Errors
@@ -255,8 +173,6 @@ impl Holds {
         let hold = self.of_key_mut(key).expect("the caller has just seen it");
         hold.appending = Some(number);
     }
-
-    // Holds.
 
     /// Whether the blocks of a table fit beside those that are held and promised.
     pub(super) fn has_room_for(&self, table: &BlockTable) -> bool {
@@ -376,15 +292,7 @@ impl Holds {
             let key = self.by_number[&number].key.clone();
             self.remove(pool, &key);
         }
-        // They are in the order in which they were opened.
-        let old = self
-            .promises
-            .iter()
-            .take_while(|(_, promise)| promise.opened_at_ms + PROMISE_TTL_MS <= self.now_ms);
-        let stale = old.filter(|(_, promise)| !promise.is_taken);
-        for number in stale.map(|(&number, _)| number).collect::<Vec<_>>() {
-            self.end_promise(number);
-        }
+        self.break_stale_promises();
         before != (self.by_number.len(), self.promises.len())
     }
 
