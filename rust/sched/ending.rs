@@ -23,18 +23,12 @@ impl Scheduler {
     /// Ends the requests of rows of the oldest step in flight that could not be sampled. What the step computed of them is
     /// void, as if they had been aborted while it was: nobody is to find a block of whatever made such logits.
     pub(super) fn end_unsampled(&mut self, tokens: &[i32]) {
-        let Some(step) = self
-            .steps
-            .oldest()
-            .filter(|_| tokens.iter().any(|&token| token < 0))
-        else {
+        let Some(step) = self.steps.oldest() else {
             return;
         };
-        let rows = step.rows.iter().zip(tokens);
-        let requests: Vec<RequestId> = rows
-            .filter(|&(_, &token)| token < 0)
-            .map(|(row, _)| row_request(row))
-            .collect();
+        let rows = tokens.iter().zip(&step.rows);
+        let unsampled = rows.filter(|&(&token, _)| token < 0);
+        let requests: Vec<RequestId> = unsampled.map(|(_, row)| row_request(row)).collect();
         for request in requests {
             self.end_request(request, FinishReason::Error);
         }
