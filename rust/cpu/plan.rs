@@ -17,9 +17,6 @@ use super::tile_loops::SPLIT_LEN;
 /// Query rows of a tile, about: enough to pay for reading the keys, few enough for the second cache level.
 const TILE_ROWS: usize = 96;
 
-/// The same of a cascade, whose rows see all of its keys: none of what they share is computed in vain.
-const CASCADE_ROWS: usize = 96;
-
 /// Reading and rearranging a key costs about as much as this many query rows.
 const PACK_ROWS: usize = 4;
 
@@ -175,8 +172,8 @@ impl Plan {
     }
 
     /// Tokens of a full tile.
-    fn tile_tokens(&self, num_rows: usize) -> usize {
-        (num_rows / self.group_size()).max(1)
+    fn tile_tokens(&self) -> usize {
+        (TILE_ROWS / self.group_size()).max(1)
     }
 
     /// Rows of a tile.
@@ -207,9 +204,9 @@ impl Plan {
             let first_split = prefixes
                 .last()
                 .map_or(0, |prefix| self.tiles[prefix.tile].splits.end);
-            for first in (0..sequence.query_len).step_by(self.tile_tokens(TILE_ROWS)) {
+            for first in (0..sequence.query_len).step_by(self.tile_tokens()) {
                 let start = self.tokens.len();
-                let last = sequence.query_len.min(first + self.tile_tokens(TILE_ROWS));
+                let last = sequence.query_len.min(first + self.tile_tokens());
                 self.tokens.extend((first..last).map(|token| TileToken {
                     token: sequence.query_start + token,
                     visible: before + token + 1,
@@ -390,7 +387,7 @@ impl Cascade {
         let visible = splits.end * SPLIT_LEN;
         // Tiles of about one size: a last one of few tokens would read all of the keys for them.
         let num_tokens = run.iter().map(|sharer| sharer.tokens.len()).sum::<usize>();
-        let num_tiles = num_tokens.div_ceil(plan.tile_tokens(CASCADE_ROWS));
+        let num_tiles = num_tokens.div_ceil(plan.tile_tokens());
         let tile_tokens = num_tokens.div_ceil(num_tiles).max(MAX_CASCADE_TOKENS);
         let mut start = plan.tokens.len();
         for sharer in run {
