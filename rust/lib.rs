@@ -1,12 +1,14 @@
 //! The core of pagedkv: every decision about memory and order.
 //!
-//! Dependencies point one way: `sync <- block <- sched <- python`. `cpu` holds kernels and knows none of them.
+//! Dependencies point one way: `sync <- block <- sched <- python`. `cpu` holds kernels and knows none of them;
+//! `memory`, `error` and `ids` know nobody.
 
 pub mod block;
 pub mod config;
 pub mod cpu;
 pub mod error;
 pub mod ids;
+mod memory;
 #[cfg(feature = "python")]
 mod python;
 pub mod sched;

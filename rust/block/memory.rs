@@ -3,31 +3,17 @@
 //! Whoever evicts or looks up goes through arrays of the pool at random. With pages of 4 KB nearly every access to one of
 //! some 10 MB needs a page table as well, which waits for memory as the access does.
 
-/// Bytes of a large page.
-const PAGE_BYTES: usize = 2 << 20;
+use crate::memory::advise_large_pages;
 
 /// A vector of `len` copies of `item`, on large pages as far as it fills some and the system has them.
 pub(super) fn array<T: Copy>(item: T, len: usize) -> Vec<T> {
     let mut array = Vec::with_capacity(len);
-    advise(array.spare_capacity_mut());
+    let spare = array.spare_capacity_mut();
+    // SAFETY: the vector's own memory.
+    unsafe { advise_large_pages(spare.as_mut_ptr().cast(), size_of_val(spare)) };
     array.resize(len, item);
     array
 }
-
-/// Asks for large pages under what has not been touched yet.
-#[cfg(all(target_os = "linux", not(miri)))]
-fn advise<T>(memory: &mut [T]) {
-    let start = memory.as_mut_ptr().cast::<u8>();
-    let first = start.align_offset(PAGE_BYTES);
-    let num_bytes = size_of_val(memory).saturating_sub(first) / PAGE_BYTES * PAGE_BYTES;
-    if num_bytes > 0 {
-        // SAFETY: advice on whole pages of memory of ours. Where the system does not follow it, pages are small.
-        unsafe { libc::madvise(start.wrapping_add(first).cast(), num_bytes, libc::MADV_HUGEPAGE) };
-    }
-}
-
-#[cfg(not(all(target_os = "linux", not(miri))))]
-fn advise<T>(_: &mut [T]) {}
 
 /// Fetches the cache line of `slice[index]` ahead of its use. A hint: it does nothing where the target has no
 /// such instruction in stable Rust, or where there is no such item.
@@ -47,10 +33,11 @@ pub(super) fn prefetch<T>(slice: &[T], index: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::LARGE_PAGE_BYTES;
 
     #[test]
     fn an_array_of_any_length_is_filled() {
-        for len in [0, 1, PAGE_BYTES / 8 * 3 + 5] {
+        for len in [0, 1, LARGE_PAGE_BYTES / 8 * 3 + 5] {
             let array = array(7_u64, len);
             assert_eq!(
                 (array.len(), array.iter().filter(|&&item| item == 7).count()),

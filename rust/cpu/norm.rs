@@ -13,6 +13,7 @@ use super::InvalidArgument;
 use super::element::{load_row, load_vector, round_row, store_row, store_vector};
 use super::isa::{Isa, Kernel, LANES, Simd};
 use super::pool;
+use super::prefetch::prefetch_bytes;
 use super::tensor::MatrixView;
 
 /// Most rows that a thread takes at a time.
@@ -23,9 +24,6 @@ const ELEMENTS_PER_NS: usize = 2;
 
 /// Rows between the one that is read and the one that is asked for.
 const ROWS_AHEAD: usize = 4;
-
-/// Bytes that memory hands over at once.
-const CACHE_LINE_BYTES: usize = 64;
 
 /// Vectors of the square sum.
 const ACCUMULATORS: usize = 4;
@@ -133,9 +131,7 @@ impl NormaliseRows<'_> {
             return;
         }
         for view in std::iter::once(&self.call.x).chain(&self.call.residual) {
-            for byte in (0..view.row_bytes()).step_by(CACHE_LINE_BYTES) {
-                simd.prefetch(view.row(row).wrapping_add(byte));
-            }
+            prefetch_bytes(simd, view.row(row), view.row_bytes());
         }
     }
 

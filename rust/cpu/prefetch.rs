@@ -15,12 +15,19 @@ use super::isa::Simd;
 use super::plan::{Piece, Plan};
 use super::tensor::CacheView;
 use super::tile_loops::SPLIT_LEN;
-
-/// Bytes that memory hands over at once.
-const CACHE_LINE_BYTES: usize = 64;
+use crate::memory::CACHE_LINE_BYTES;
 
 /// Slots between what is read and what is asked for when a job begins.
 const LEAD_SLOTS: usize = 256;
+
+/// Asks for some bytes: for one cache line in as many bytes, so that the last one may be missed where the first byte does
+/// not begin one.
+#[inline(always)]
+pub(super) fn prefetch_bytes<S: Simd>(simd: S, address: *const u8, num_bytes: usize) {
+    for byte in (0..num_bytes).step_by(CACHE_LINE_BYTES) {
+        simd.prefetch(address.wrapping_add(byte));
+    }
+}
 
 /// The reads of a job that have not been asked for: split by split the keys, then the values.
 pub(super) struct Prefetch<'a> {
@@ -93,9 +100,7 @@ impl<'a> Prefetch<'a> {
                 (count, num_bytes)
             };
             for run in 0..runs {
-                for byte in (0..run_bytes).step_by(CACHE_LINE_BYTES) {
-                    simd.prefetch(slots.wrapping_add(run * stride + byte));
-                }
+                prefetch_bytes(simd, slots.wrapping_add(run * stride), run_bytes);
             }
             self.left.start += count;
             wanted -= count;

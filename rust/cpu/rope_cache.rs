@@ -13,6 +13,7 @@ use super::InvalidArgument;
 use super::element::{Dtype, load_row, load_vector, store_row, store_vector};
 use super::isa::{Isa, Kernel, LANES, Simd};
 use super::pool;
+use super::prefetch::prefetch_bytes;
 use super::tensor::{CacheView, RowsView};
 
 /// Most tokens that a thread takes at a time.
@@ -20,9 +21,6 @@ const TOKENS_PER_PIECE: usize = 16;
 
 /// Tokens between the one that is rotated and the one whose heads are asked for.
 const TOKENS_AHEAD: usize = 2;
-
-/// Bytes that memory hands over at once.
-const CACHE_LINE_BYTES: usize = 64;
 
 /// Elements a nanosecond and a thread, for the estimate of a call's duration.
 const ELEMENTS_PER_NS: usize = 1;
@@ -136,14 +134,14 @@ impl RopeCache<'_> {
         let rot = self.cos.rot;
         for table in [&self.cos, &self.sin] {
             let angles = &table.values[index(self.positions[token]) * rot..];
-            fetch(simd, angles.as_ptr().cast(), rot * size_of::<f32>());
+            prefetch_bytes(simd, angles.as_ptr().cast(), rot * size_of::<f32>());
         }
         let slot = index(self.slot_mapping[token]);
         for cache in [&self.key_cache, &self.value_cache] {
             let (block, offset) = (slot / cache.block_size, slot % cache.block_size);
             let num_bytes = cache.head_dim * cache.dtype.size();
             for head in 0..cache.num_kv_heads {
-                fetch(simd, cache.row(block, head, offset), num_bytes);
+                prefetch_bytes(simd, cache.row(block, head, offset), num_bytes);
             }
         }
     }
@@ -153,7 +151,7 @@ impl RopeCache<'_> {
     fn fetch_heads<S: Simd>(&self, simd: S, token: usize) {
         for heads in [&self.query, &self.key, &self.value] {
             for head in 0..heads.num_heads {
-                fetch(simd, heads.row(token, head), heads.head_dim * heads.dtype.size());
+                prefetch_bytes(simd, heads.row(token, head), heads.head_dim * heads.dtype.size());
             }
         }
     }
@@ -220,14 +218,6 @@ impl Kernel for RotateTokens<'_, '_> {
             // SAFETY: `RopeCache::run` vouches for the views.
             unsafe { call.rotate_token(simd, token) };
         }
-    }
-}
-
-/// Asks for some bytes.
-#[inline(always)]
-fn fetch<S: Simd>(simd: S, address: *const u8, num_bytes: usize) {
-    for byte in (0..num_bytes).step_by(CACHE_LINE_BYTES) {
-        simd.prefetch(address.wrapping_add(byte));
     }
 }
 

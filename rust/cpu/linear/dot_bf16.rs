@@ -6,11 +6,11 @@ use std::arch::x86_64::{
     __m512bh, __m512i, _MM_HINT_T1, _mm_prefetch, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512,
     _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
 };
-
 use std::mem::transmute;
 
-use super::piece::{CACHE_LINE_BYTES, MicroKernel, Tile};
+use super::piece::{MicroKernel, Tile};
 use crate::cpu::isa::LANES;
+use crate::memory::CACHE_LINE_BYTES;
 
 /// Panels of a tile.
 const WIDE: usize = 3;

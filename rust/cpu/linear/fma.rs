@@ -11,9 +11,10 @@
 
 use std::marker::PhantomData;
 
-use super::super::element::Element;
-use super::super::isa::{Isa, LANES, Simd};
-use super::piece::{CACHE_LINE_BYTES, MicroKernel, Tile};
+use super::piece::{MicroKernel, Tile};
+use crate::cpu::element::Element;
+use crate::cpu::isa::{Isa, LANES, Simd};
+use crate::memory::CACHE_LINE_BYTES;
 
 /// Rows of a tile. With four panels their 24 accumulators, four vectors of weights and one of x fill the 32 registers
 /// of AVX-512; with one panel the 12 halves do the same for the 16 of AVX2.

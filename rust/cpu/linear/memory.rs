@@ -8,14 +8,12 @@ use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// Bytes of a large page, and alignment of a chunk.
-const PAGE_BYTES: usize = 2 << 20;
+use crate::memory::{CACHE_LINE_BYTES, LARGE_PAGE_BYTES, advise_large_pages};
+
 /// Bytes of a chunk that weights share.
 const CHUNK_BYTES: usize = 32 << 20;
 /// Weights below this have memory of their own: they fit in a cache.
 const SMALL_BYTES: usize = 256 << 10;
-/// Alignment of every weight.
-const LINE_BYTES: usize = 64;
 
 /// The chunk that the next weight may go into, if anyone still uses it, and its bytes in use.
 static CURRENT: Mutex<(Weak<Chunk>, usize)> = Mutex::new((Weak::new(), 0));
@@ -38,11 +36,8 @@ impl Chunk {
         let Some(address) = NonNull::new(unsafe { alloc(layout) }) else {
             handle_alloc_error(layout)
         };
-        #[cfg(target_os = "linux")]
-        if alignment == PAGE_BYTES {
-            // SAFETY: advice on memory of ours. Where the system does not follow it, pages are small.
-            unsafe { libc::madvise(address.as_ptr().cast(), num_bytes, libc::MADV_HUGEPAGE) };
-        }
+        // SAFETY: memory of ours. Small chunks have no whole page.
+        unsafe { advise_large_pages(address.as_ptr(), num_bytes) };
         Self { address, layout }
     }
 }
@@ -65,7 +60,7 @@ impl Memory {
     /// So many bytes, at least one, aligned to a cache line, with anything in them.
     pub(in crate::cpu) fn new(num_bytes: usize) -> Self {
         if num_bytes < SMALL_BYTES {
-            let chunk = Arc::new(Chunk::new(num_bytes.max(1), LINE_BYTES));
+            let chunk = Arc::new(Chunk::new(num_bytes.max(1), CACHE_LINE_BYTES));
             return Self {
                 chunk,
                 offset: 0,
@@ -78,14 +73,14 @@ impl Memory {
             .upgrade()
             .filter(|chunk| chunk.layout.size() - *used >= num_bytes);
         let shared = shared.unwrap_or_else(|| {
-            let size = num_bytes.max(CHUNK_BYTES).next_multiple_of(PAGE_BYTES);
-            let fresh = Arc::new(Chunk::new(size, PAGE_BYTES));
+            let size = num_bytes.max(CHUNK_BYTES).next_multiple_of(LARGE_PAGE_BYTES);
+            let fresh = Arc::new(Chunk::new(size, LARGE_PAGE_BYTES));
             (*chunk, *used) = (Arc::downgrade(&fresh), 0);
             fresh
         });
         let offset = *used;
         *used = (offset + num_bytes)
-            .next_multiple_of(LINE_BYTES)
+            .next_multiple_of(CACHE_LINE_BYTES)
             .min(shared.layout.size());
         Self {
             chunk: shared,
@@ -119,7 +114,7 @@ mod tests {
         ranges.sort_unstable();
         for (memory, size) in all.iter().zip(sizes) {
             assert_eq!(
-                (memory.num_bytes(), memory.address().addr() % LINE_BYTES),
+                (memory.num_bytes(), memory.address().addr() % CACHE_LINE_BYTES),
                 (size, 0)
             );
             assert!(memory.offset + size <= memory.chunk.layout.size());

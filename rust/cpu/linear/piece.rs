@@ -12,19 +12,18 @@
 
 use std::ops::Range;
 
-use super::super::activation::silu;
-use super::super::element::{Bf16, Dtype, F16, F32, store_row, store_vector};
-use super::super::isa::{AlignedBuffer, Kernel, LANES, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::fma::Fma;
 use super::{Arithmetic, Linear};
+use crate::cpu::activation::silu;
+use crate::cpu::element::{Bf16, Dtype, F16, F32, store_row, store_vector};
+use crate::cpu::isa::{AlignedBuffer, Kernel, LANES, Simd};
 use crate::cpu::tensor::MatrixView;
+use crate::memory::CACHE_LINE_BYTES;
 
 /// Bytes of x that are wanted again for every group of panels: half of a second-level cache.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Bytes that memory hands over at once.
-pub(super) const CACHE_LINE_BYTES: usize = 64;
 /// Most rows of a chunk, and what their number is a multiple of.
 const CHUNK_ROWS: (usize, usize) = (256, 32);
 
