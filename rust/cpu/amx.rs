@@ -18,7 +18,7 @@
 pub struct Amx(());
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use instructions::{ROW_BYTES, Shapes, TILE_LEN};
+pub(super) use instructions::{DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 
 #[cfg(target_arch = "x86_64")]
 mod instructions {
@@ -34,6 +34,9 @@ mod instructions {
 
     /// Bytes of a row of a tile.
     pub(in crate::cpu) const ROW_BYTES: usize = 64;
+
+    /// bf16 of a row of a tile, and products that one instruction adds up.
+    pub(in crate::cpu) const DEPTH: usize = ROW_BYTES / size_of::<u16>();
 
     /// Bits of the processor's answer to question 7: bf16 on tiles, and tiles.
     const CPUID_BITS: u32 = 1 << 22 | 1 << 24;

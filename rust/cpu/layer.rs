@@ -13,7 +13,8 @@ use super::plan::Plan;
 use super::rope_cache::{AngleTable, RopeCache};
 use super::tensor::{CacheView, MatrixView, RowsView};
 
-/// What a layer is made of, and where its keys and values lie. Norm weights are `[1, width]`, all of one type, that of the packed weights.
+/// What a layer is made of, and where its keys and values lie. Norm weights are `[1, width]`, all of one type, that of the
+/// packed weights.
 #[derive(Clone, Copy, Debug)]
 pub struct Layer<'a> {
     /// Before attention: `[1, hidden]`.

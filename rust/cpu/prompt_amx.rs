@@ -11,9 +11,9 @@
     reason = "a kernel is compiled for an instruction set by being inlined"
 )]
 
-use super::amx::{ROW_BYTES, TILE_LEN};
+use super::amx::{DEPTH, ROW_BYTES, TILE_LEN};
 use super::softmax_amx::soften;
-use super::tile_amx::{DEPTH, ONES, Split, TILE_ELEMENTS, VALUE_STEP, scores_len, weights_len};
+use super::tile_amx::{ONES, Split, TILE_ELEMENTS, VALUE_STEP, scores_len, weights_len};
 use super::tile_loops::{SPLIT_LEN, partial_row_len};
 use super::values_amx::{pack_values, restore_order, sixteen_slots};
 use super::x86::Avx512;

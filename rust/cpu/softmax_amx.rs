@@ -14,12 +14,9 @@ use std::arch::x86_64::{
     _mm512_storeu_ps,
 };
 
-use super::amx::TILE_LEN;
+use super::amx::{DEPTH, TILE_LEN};
 use super::isa::LANES;
 use super::x86::transpose_avx512;
-
-/// Keys whose weights lie in one row of a tile.
-const DEPTH: usize = 32;
 
 /// Words of a vector.
 const WORDS: usize = 2 * LANES;

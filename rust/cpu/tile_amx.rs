@@ -24,7 +24,7 @@
 use std::arch::x86_64::{_mm512_loadu_ps, _mm512_set1_ps, _mm512_storeu_ps};
 use std::ops::Range;
 
-use super::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
+use super::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use super::element::Dtype;
 use super::isa::{AlignedBuffer, LANES, Simd};
 use super::prefetch::Prefetch;
@@ -34,9 +34,6 @@ use super::tile::Tile;
 use super::tile_loops::{SPLIT_LEN, Slots, partial_row_len};
 use super::values_amx::{pack_values, restore_order, sixteen_slots};
 use super::x86::{Avx512, transpose_avx512};
-
-/// bf16 of a row of a tile, and products that one instruction adds up.
-pub(super) const DEPTH: usize = 32;
 
 /// f32, or pairs of bf16, of a tile.
 pub(super) const TILE_ELEMENTS: usize = TILE_LEN * TILE_LEN;

@@ -208,8 +208,7 @@ unsafe fn pack_group<S: Simd, E: Element>(
     }
 }
 
-/// Widens the next `num_keys` values, each padded with zeros to whole vectors. Asks
-/// for as many slots ahead.
+/// Widens the next `num_keys` values, each padded with zeros to whole vectors. Asks for as many slots ahead.
 ///
 /// # Safety
 /// The next `num_keys` slots are readable.

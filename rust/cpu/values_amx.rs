@@ -8,11 +8,11 @@ use std::arch::x86_64::{
 };
 use std::ops::Range;
 
-use super::amx::TILE_LEN;
+use super::amx::{DEPTH, TILE_LEN};
 use super::isa::LANES;
 use super::tensor::CacheView;
 use super::tile::Tile;
-use super::tile_amx::{DEPTH, TILE_ELEMENTS};
+use super::tile_amx::TILE_ELEMENTS;
 use super::tile_loops::{SPLIT_LEN, vector_at, vector_at_mut};
 
 /// Interleaves the values of neighbouring positions of a split, of some of the columns, into tiles `[positions / 32]

@@ -14,11 +14,8 @@ use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 
 use super::piece::{Meanwhile, MicroKernel, Tile};
-use crate::cpu::amx::{Amx, ROW_BYTES, Shapes, TILE_LEN};
+use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
-
-/// Elements along K that one instruction multiplies.
-const STEP: usize = 32;
 
 /// Rows of the upper and of the lower tiles, as configured; none at first.
 pub(super) type Shape = Cell<(usize, usize)>;
@@ -124,7 +121,7 @@ unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
             "tilezero tmm3",
             options(nostack)
         );
-        for _ in 0..tile.depth / STEP {
+        for _ in 0..tile.depth / DEPTH {
             if tile.stays {
                 two_by_two!(x, weights, tile.x_stride, "tileloaddt1", "tileloadd");
             } else {
@@ -171,7 +168,7 @@ macro_rules! one_by_some {
             $($panel = inout(reg) tile.panels.wrapping_add($idx * tile.panel_stride) => _,)+
             ahead = inout(reg) tile.ahead => _,
             row = in(reg) ROW_BYTES,
-            steps = inout(reg) tile.depth / STEP => _,
+            steps = inout(reg) tile.depth / DEPTH => _,
             s = in(reg) tile.sums,
             ss = in(reg) tile.sums_stride * size_of::<f32>(),
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,

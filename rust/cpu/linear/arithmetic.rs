@@ -13,15 +13,15 @@
 //! `tdpbf16ps` ten to twenty times as many (`peak` says why they differ).
 
 #[cfg(target_arch = "x86_64")]
-use super::super::amx::Amx;
-use super::super::element::Dtype;
-use super::super::isa::Isa;
-use super::super::level::Level;
-#[cfg(target_arch = "x86_64")]
 use super::amx;
 #[cfg(target_arch = "x86_64")]
 use super::dot_bf16::DotBf16;
 use super::fma;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::amx::{Amx, DEPTH};
+use crate::cpu::element::Dtype;
+use crate::cpu::isa::Isa;
+use crate::cpu::level::Level;
 
 /// How products are summed.
 #[derive(Clone, Copy, Debug)]
@@ -109,7 +109,7 @@ impl Arithmetic {
             #[cfg(target_arch = "x86_64")]
             Self::DotBf16(_) => 2,
             #[cfg(target_arch = "x86_64")]
-            Self::Amx(_) => 32,
+            Self::Amx(_) => DEPTH,
         }
     }
 

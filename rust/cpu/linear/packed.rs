@@ -7,12 +7,12 @@
 
 use std::ops::Range;
 
-use super::super::InvalidArgument;
-use super::super::element::{Dtype, load_row};
-use super::super::pool;
 use super::Arithmetic;
 use super::memory::Memory;
+use crate::cpu::InvalidArgument;
+use crate::cpu::element::{Dtype, load_row};
 use crate::cpu::isa::LANES;
+use crate::cpu::pool;
 
 /// Panels that a thread packs at a time.
 const PANELS_PER_PIECE: usize = 16;
