@@ -135,7 +135,8 @@ class EngineConfig:
         cpu_isa: the instruction sets that a CPU computes with, for the whole process: "amx_bf16",
             "avx512_bf16", "avx512" or "avx2", each with those after it. The last bits of answers depend on
             it, so that machines of several kinds answer alike where all are given one that each of them has.
-            "auto": the best that there is, or what an engine of the process was given before.
+            "auto": the best that there is, or what an engine of the process was given before. Engines of one
+            process are to be given the same: a later one changes what those before it compute with.
         seed: start of the seeds that requests without one get. None: drawn at start.
     """
 
