@@ -1,6 +1,6 @@
 //! Causal attention over the paged cache, layer by layer: the pieces of a step's plan on threads.
 //!
-//! `plan` says which piece is which, `tile` what is computed in it. The callers are the bindings.
+//! `plan` says which piece is which, `tile` what is computed in it. The callers are the binding and `layer`.
 
 #![expect(
     clippy::inline_always,

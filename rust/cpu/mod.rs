@@ -1,5 +1,5 @@
-//! Kernels for tensors in ordinary memory: attention over the paged cache, rotation and cache write, block copies,
-//! norms, activation, sampling.
+//! Kernels for tensors in ordinary memory: products with packed weights, attention over the paged cache, rotation and
+//! cache write, block copies, norms, activation, sampling.
 //!
 //! The callers are the bindings (`rust/python`), which hand tensors over as address, shape and strides. The
 //! kernels know nothing of Python, of the block pool or of the scheduler: they read block tables as plain integers.
@@ -11,12 +11,13 @@
 //! | `batch` | the block tables of one step, checked once before a kernel trusts them |
 //! | `isa`, `x86` | vectors of sixteen f32 in three instruction sets, and the choice among them |
 //! | `level` | which of them a process uses |
+//! | `linear` | products with packed weights; a directory with a table of its own |
 //! | `plan` | how the attention of a step is cut into pieces, once for all layers; who shares what |
 //! | `attention` | the pieces of a layer on threads |
 //! | `tile`, `tile_loops` | the arithmetic of one piece in f32, and its inner loops |
 //! | `tile_amx`, `prompt_amx` | the same in bf16 on matrix tiles, of few rows and of many |
 //! | `softmax_amx`, `values_amx`, `amx` | what lies between their products, and their instructions |
-//! | `prefetch` | keys and values asked for before their turn |
+//! | `prefetch` | keys and values, and runs of bytes, asked for before their turn |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |
 //! | `decoder`, `layer` | a forward pass, and a layer of it: the kernels one after another, and what they hand on |

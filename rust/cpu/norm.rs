@@ -2,7 +2,8 @@
 //!
 //! A row is widened into a buffer in the nearest cache, and everything is computed there. The square sum is taken in
 //! four vectors in turn, which are then added up: an order that depends on the width alone, so that a row has the same
-//! bits in any batch and on any number of threads. The caller is the binding of `rms_norm` and `add_rms_norm`.
+//! bits in any batch and on any number of threads. The callers are the bindings of `rms_norm` and
+//! `add_rms_norm`, `layer` and `decoder`.
 
 #![expect(
     clippy::inline_always,

@@ -1,9 +1,9 @@
 //! What the processor could do at most: the ceilings that kernels are measured against.
 //!
-//! Called by the benchmarks (`benches/linear.rs`, and `python -m pagedkv.bench where` through the bindings), in the same
-//! run as what they measure. The loops have more sums than an instruction's latency can hide, and multiply numbers whose
-//! digits differ: tiles of zeros are multiplied 1.2 to 2.5 times as fast, because the processor slows the unit down when
-//! it takes too much power. `amx_bf16_with_loads` reads its operands from the nearest cache, as any product of matrices
+//! Called by the benchmarks (`benches/linear.rs`, `benches/kernels.rs`, and `python -m pagedkv.bench where` through the
+//! bindings), in the same run as what they measure. The loops have more sums than an instruction's latency can hide, and
+//! multiply numbers whose digits differ: tiles of zeros are multiplied 1.2 to 2.5 times as fast, because the processor slows
+//! the unit down when it takes too much power. `amx_bf16_with_loads` reads its operands from the nearest cache, as any product of matrices
 //! must (four tiles loaded for four products are the least that eight registers allow); all others read registers.
 
 use std::hint::black_box;

@@ -2,7 +2,8 @@
 //!
 //! Blocks are scattered over memory, so that the processor does not foresee the next one; but the tables say where it
 //! is. A thread that computes the pieces of a job moves one `Prefetch` along with its reads, through all of them, so
-//! that the first keys of a piece are on their way while the piece before it is computed. Used by `tile`, `tile_amx`.
+//! that the first keys of a piece are on their way while the piece before it is computed. Used by attention; `norm` and
+//! `rope_cache` ask for their rows with `prefetch_bytes`.
 
 #![expect(
     clippy::inline_always,

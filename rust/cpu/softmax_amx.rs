@@ -1,4 +1,4 @@
-//! Scores to weights between the two products of attention on matrix tiles; called by `tile_amx`.
+//! Scores to weights between the two products of attention on matrix tiles; called by `tile_amx` and `prompt_amx`.
 //!
 //! A vector holds the scores of R rows for each of 16 / R consecutive keys, R four or sixteen, so that no lane is idle
 //! where a key head serves few rows. A row's weights do not depend on R:

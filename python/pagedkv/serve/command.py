@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 
@@ -76,11 +76,19 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def api_keys(given: Sequence[str], config: EngineConfig) -> tuple[tuple[str, ...], bool, frozenset[str]]:
-    """The keys that are accepted, whether they tell tenants apart, and which of them named tenants have.
+class ApiKeys(NamedTuple):
+    """The keys that are accepted, whether they tell tenants apart, and which of them named tenants have."""
 
-    A single key does not: everybody has it. Raises ValueError for a tenant that nobody could be: where
-    keys tell tenants apart, no request comes with a salt alone.
+    accepted: tuple[str, ...]
+    are_tenants: bool
+    of_tenants: frozenset[str]
+
+
+def api_keys(given: Sequence[str], config: EngineConfig) -> ApiKeys:
+    """The keys on the command line and those of the tenants.
+
+    A single key does not tell tenants apart: everybody has it. Raises ValueError for a tenant that nobody
+    could be: where keys tell tenants apart, no request comes with a salt alone.
     """
     of_tenants = [tenant.api_key for tenant in config.named_tenants if tenant.api_key is not None]
     keys = tuple(dict.fromkeys([*given, *of_tenants]))
@@ -91,7 +99,7 @@ def api_keys(given: Sequence[str], config: EngineConfig) -> tuple[tuple[str, ...
             f"tenants: {unreachable[0]!r} has a cache_salt, allowed: an api_key for every tenant where API "
             "keys tell tenants apart"
         )
-    return keys, are_tenants, frozenset(of_tenants)
+    return ApiKeys(keys, are_tenants, frozenset(of_tenants))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -211,7 +219,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
             engine = load_engine(config)
             names = tuple(options.served_model_name or [engine.model_name])
             root = config.model or engine.model_name
-            serve_options = ServeOptions(names, root, options.strict, *keys)
+            serve_options = ServeOptions(
+                names, root, options.strict, keys.accepted, keys.are_tenants, keys.of_tenants
+            )
             asyncio.run(serve(build_app(engine, serve_options), options.host, bound))
     except StartError as error:
         print(f"pagedkv: {error}", file=sys.stderr)

@@ -11,7 +11,8 @@
 //! The bits of a result depend on its own row of x, its own row of the weight, and the arithmetic; not on M, on the
 //! other rows, nor on the number of threads. Every tile of one arithmetic adds the products of an element in the same
 //! order, however many rows it has, and where the sum over K is cut for the caches, the partial sum is kept in f32 and
-//! continued: the same additions. The callers are the bindings (`rust/python/linear.rs`) and the benchmark.
+//! continued: the same additions. The callers are the bindings (`rust/python/linear.rs`),
+//! `layer`, `decoder` and the benchmark.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
