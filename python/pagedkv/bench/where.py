@@ -1,13 +1,13 @@
 """Says where the time of a run goes, kernel by kernel, beside what each would take at the least.
 
 Workloads through `LLM`, on the CPU: "crowd" is 32 requests at once, 32 to 512 tokens in, 16 to 256 out;
-"single" is one request, 128 in, 128 out; "shared" is 64 requests with 1,024 tokens in common and 32 of their
-own, 32 out; "samples" is 16 samples of a prompt of 512 tokens, 64 out. All but those are greedy. The core and
-sampling are timed call by call, the forward pass, which is one call into Rust, times its kernels itself;
-whatever lies between, torch included, is Python's. A floor is the larger one of two times: the multiplications
-at the processor's peak, and the bytes that must be read or written at its read bandwidth; both are measured
-in the same run. Small tensors, and blocks that sequences share, lie in a cache, so calls on them can be faster
-than their floors. What the accounts take is left out.
+"single" is one request, 128 in, 128 out; "shared" is 64 requests with 1,024 tokens in common and 32 of
+their own, 32 out; "samples" is 16 samples of a prompt of 512 tokens, 64 out. All but those are greedy. The
+core and sampling are timed call by call, the forward pass, which is one call into Rust, times its kernels
+itself; whatever lies between, torch included, is Python's. A floor is the larger one of two times: the
+multiplications at the processor's peak, and the bytes that must be read or written at its read bandwidth;
+both are measured in the same run. Small tensors, and blocks that sequences share, lie in a cache, so calls
+on them can be faster than their floors. What the accounts take is left out.
 """
 
 import random
