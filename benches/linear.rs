@@ -4,7 +4,7 @@
 //! arithmetic on registers alone. `linear/<arithmetic>/<K>x<N>` is M rows against weights that are visited in turns, as
 //! in a step, so that they come from beyond the second-level cache. Bound for M = 1: the memory bandwidth. Bound for
 //! many rows: the multiply-adds. Throughput is in bytes of weights where M = 1, else in operations (a multiply-add is
-//! two).
+//! two). Numbers are random, because AMX slows down with the power that it takes, and zeros take little.
 //!
 //! Expected on AVX512-BF16 with two cores: 90% of `read` at M = 1, 70% of the multiply-adds at M = 32, 85% from 128 on.
 //! AMX multiplies so fast that reading its operands is the bound at every M.
@@ -21,8 +21,17 @@ use pagedkv::cpu::linear::{Arithmetic, Linear, PackedWeight, Part};
 use pagedkv::cpu::tensor::MatrixView;
 use pagedkv::cpu::{peak, pool};
 
-/// (K, N): gate and up in one, down, q with k and v, the output layer.
-const SHAPES: [(usize, usize); 4] = [(576, 3072), (1536, 576), (576, 960), (576, 49_152)];
+/// K, N, and whether rows of weights are a gate and what it lets through: gate and up, down, q with k and v, the output
+/// layer.
+const SHAPES: [(usize, usize, bool); 4] = [
+    (576, 3072, true),
+    (1536, 576, false),
+    (576, 960, false),
+    (576, 49_152, false),
+];
+
+/// M: what decodes have, and chunks.
+const NUM_ROWS: [usize; 6] = [1, 8, 32, 128, 512, 2048];
 
 /// Bytes of the weights that are visited in turns.
 const VISITED_BYTES: usize = 128 << 20;
@@ -54,6 +63,29 @@ fn ceiling(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// Random numbers between -1 and 1.
+fn numbers(len: usize, dtype: Dtype) -> Vec<u32> {
+    let mut state = 0x9e37_79b9_u32;
+    let mut number = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        #[expect(clippy::cast_precision_loss, reason = "any number will do")]
+        let number = state.cast_signed() as f32 / 2_147_483_648.0;
+        number
+    };
+    match dtype {
+        Dtype::F32 => (0..len).map(|_| number().to_bits()).collect(),
+        Dtype::Bf16 | Dtype::F16 => (0..len.div_ceil(2))
+            .map(|_| {
+                let [low, high] =
+                    [number(), number()].map(|number| u32::from(bf16::from_f32(number).to_bits()));
+                low | high << 16
+            })
+            .collect(),
+    }
+}
+
 /// Weights to visit in turns, and rows to multiply them with.
 struct Layers {
     weights: Vec<PackedWeight>,
@@ -65,29 +97,36 @@ struct Layers {
 }
 
 impl Layers {
-    fn new(arithmetic: Arithmetic, dtype: Dtype, in_size: usize, out_size: usize, max_rows: usize) -> Self {
-        let word = match dtype {
-            Dtype::F32 => 0.5_f32.to_bits(),
-            Dtype::Bf16 | Dtype::F16 => u32::from(bf16::from_f32(0.5).to_bits()) * 0x1_0001,
-        };
-        let numbers = |len: usize| vec![word; (len * dtype.size()).div_ceil(4)];
-        let weight = numbers(in_size * out_size);
-        let part = Part {
-            weight: weight.as_ptr().cast(),
-            num_rows: out_size,
-            row_stride: in_size,
-            bias: std::ptr::null(),
-        };
+    fn new(
+        arithmetic: Arithmetic,
+        dtype: Dtype,
+        (in_size, out_size, is_gated): (usize, usize, bool),
+        max_rows: usize,
+    ) -> Self {
+        let weight = numbers(in_size * out_size, dtype);
+        let num_parts = 1 + usize::from(is_gated);
+        let num_part_rows = out_size / num_parts;
+        let parts: Vec<Part> = (0..num_parts)
+            .map(|idx| Part {
+                weight: weight
+                    .as_ptr()
+                    .cast::<u8>()
+                    .wrapping_add(idx * num_part_rows * in_size * dtype.size()),
+                num_rows: num_part_rows,
+                row_stride: in_size,
+                bias: std::ptr::null(),
+            })
+            .collect();
         let num_layers = (VISITED_BYTES / (in_size * out_size * dtype.size())).max(1);
         Self {
             weights: (0..num_layers)
                 .map(|_| {
-                    // SAFETY: the part is whole.
-                    unsafe { PackedWeight::pack(arithmetic, dtype, in_size, &[part], false) }
+                    // SAFETY: the parts are whole.
+                    unsafe { PackedWeight::pack(arithmetic, dtype, in_size, &parts, is_gated) }
                         .expect("it is sound")
                 })
                 .collect(),
-            x: numbers(max_rows * in_size),
+            x: numbers(max_rows * in_size, dtype),
             out: vec![Cell::new(0); (max_rows * out_size * dtype.size()).div_ceil(4)],
             dtype,
             next: Cell::new(0),
@@ -118,16 +157,17 @@ impl Layers {
 fn linear(criterion: &mut Criterion) {
     for dtype in [Dtype::Bf16, Dtype::F32] {
         for arithmetic in Arithmetic::available(dtype) {
-            for (in_size, out_size) in SHAPES {
+            for shape @ (in_size, out_size, is_gated) in SHAPES {
                 let name = format!(
-                    "linear/{}/{}/{in_size}x{out_size}",
+                    "linear/{}/{}/{in_size}x{out_size}{}",
                     arithmetic.name(),
-                    dtype.name()
+                    dtype.name(),
+                    if is_gated { " gated" } else { "" }
                 );
                 let mut group = criterion.benchmark_group(name);
                 let mut layers = None;
                 for num_threads in thread_counts() {
-                    for num_rows in [1, 8, 32, 128, 512] {
+                    for num_rows in NUM_ROWS {
                         group.throughput(if num_rows == 1 {
                             Throughput::Bytes((in_size * out_size * dtype.size()) as u64)
                         } else {
@@ -137,9 +177,8 @@ fn linear(criterion: &mut Criterion) {
                             BenchmarkId::new(format!("{num_rows} rows"), format!("{num_threads} threads"));
                         group.bench_function(id, |bencher| {
                             pool::set_num_threads(num_threads).expect("a positive number");
-                            let layers = layers.get_or_insert_with(|| {
-                                Layers::new(arithmetic, dtype, in_size, out_size, 512)
-                            });
+                            let layers = layers
+                                .get_or_insert_with(|| Layers::new(arithmetic, dtype, shape, NUM_ROWS[5]));
                             bencher.iter(|| layers.multiply(num_rows));
                         });
                     }

@@ -119,7 +119,10 @@ def parser() -> argparse.ArgumentParser:
     parts.add_argument("--dtype", default="auto", help="default: auto")
     parts.add_argument("--cpu-isa", choices=config.CPU_ISAS, default="auto", help="default: auto")
     parts.add_argument(
-        "--workload", action="append", choices=("crowd", "single"), help="may be repeated (default: both)"
+        "--workload",
+        action="append",
+        choices=("crowd", "single", "shared", "samples"),
+        help="may be repeated (default: all)",
     )
     parts.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     return result

@@ -1,11 +1,13 @@
 """Says where the time of a run goes, kernel by kernel, beside what each would take at the least.
 
-Two workloads through `LLM`, greedy, on the CPU: "crowd" is 32 requests at once, 32 to 512 tokens in,
-16 to 256 out; "single" is one request, 128 in, 128 out. The core and sampling are timed call by call, the
-forward pass, which is one call into Rust, times its kernels itself; whatever lies between, torch included, is
-Python's. A floor is the larger one of two times: the multiplications at the processor's peak, and the bytes
-that must be read or written at its read bandwidth; both are measured in the same run. Small tensors lie in a
-cache, so calls on them can be faster than their floors. What the accounts take is left out.
+Workloads through `LLM`, on the CPU: "crowd" is 32 requests at once, 32 to 512 tokens in, 16 to 256 out;
+"single" is one request, 128 in, 128 out; "shared" is 64 requests with 1,024 tokens in common and 32 of
+their own, 32 out; "samples" is 16 samples of a prompt of 512 tokens, 64 out. All but those are greedy. The
+core and sampling are timed call by call, the forward pass, which is one call into Rust, times its kernels
+itself; whatever lies between, torch included, is Python's. A floor is the larger one of two times: the
+multiplications at the processor's peak, and the bytes that must be read or written at its read bandwidth;
+both are measured in the same run. Small tensors, and blocks that sequences share, lie in a cache, so calls
+on them can be faster than their floors. What the accounts take is left out.
 """
 
 import random
@@ -23,7 +25,7 @@ from pagedkv.batch import StepBatch
 from pagedkv.ops import cpu
 from pagedkv.ops.decoder import DecoderWeights
 
-WORKLOADS = ("crowd", "single")
+WORKLOADS = ("crowd", "single", "shared", "samples")
 
 # Rows of a product up to which it belongs to a line of the table.
 _ROW_BOUNDS = (1, 4, 8, 16, 32, 128, 512)
@@ -173,13 +175,26 @@ def _wrap(llm: LLM, clock: Clock) -> None:
 
 def requests(workload: str, run: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts and parameters of a run: the same lengths in every one, other tokens."""
-    lengths = random.Random(0)
-    shapes = [(128, 128)]
-    if workload == "crowd":
-        shapes = [(lengths.randint(32, 512), lengths.randint(16, 256)) for _ in range(32)]
     source = random.Random(2000 + run)
-    prompts = [[source.randrange(3, vocab_size) for _ in range(prompt_len)] for prompt_len, _ in shapes]
-    return prompts, [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for _, num in shapes]
+
+    def tokens(num: int) -> list[int]:
+        return [source.randrange(3, vocab_size) for _ in range(num)]
+
+    def params(max_tokens: int, temperature: float = 0, n: int = 1) -> SamplingParams:
+        return SamplingParams(temperature=temperature, max_tokens=max_tokens, n=n, seed=run, ignore_eos=True)
+
+    match workload:
+        case "crowd":
+            lengths = random.Random(0)
+            shapes = [(lengths.randint(32, 512), lengths.randint(16, 256)) for _ in range(32)]
+            return [tokens(num) for num, _ in shapes], [params(num) for _, num in shapes]
+        case "shared":
+            prefix = tokens(1024)
+            return [prefix + tokens(32) for _ in range(64)], [params(32)] * 64
+        case "samples":
+            return [tokens(512)], [params(64, temperature=1, n=16)]
+        case _:
+            return [tokens(128)], [params(128)]
 
 
 def run(model: str | None, dtype: str, cpu_isa: str, workloads: Sequence[str]) -> list[dict[str, Any]]:
