@@ -105,7 +105,8 @@ class EngineConfig:
             bfloat16 where the device computes in it, else float32.
         device: "cpu", "cuda" or "cuda:1". "auto": the CPU, also where there is a GPU: the CUDA kernels have
             not run on one yet, so they are used only if they are asked for.
-        block_size: tokens per cache block, a power of two in 1..256.
+        block_size: tokens per cache block, a power of two in 1..256. Below 16, attention in bfloat16 cannot
+            use the matrix tiles of a CPU with AMX: slower, and other last bits.
         max_model_len: the longest prompt and answer together, in tokens. None: the length that the model was
             trained for, or what the pool holds if that is less.
         max_num_seqs: sequences that run at a time.

@@ -397,6 +397,16 @@ impl BlockTable {
         dropped
     }
 
+    /// Takes what only this table holds, and nobody went on from, out of the index again, from the last block back: what
+    /// it holds may be wrong. The table keeps its blocks.
+    pub fn withdraw(&mut self, pool: &mut BlockPool) {
+        while let Some(last) = self.num_published.checked_sub(1)
+            && pool.unpublish_sole(self.blocks[last as usize])
+        {
+            self.num_published = last;
+        }
+    }
+
     /// Releases the blocks from `num_blocks` on, tail first; those that are published stay findable.
     pub fn release_tail(&mut self, pool: &mut BlockPool, num_blocks: u32) {
         let kept = self.blocks.len().min(num_blocks as usize);

@@ -21,7 +21,8 @@ impl Scheduler {
     }
 
     /// Ends the requests of rows of the oldest step in flight that could not be sampled. What the step computed of them is
-    /// void, as if they had been aborted while it was: nobody is to find a block of whatever made such logits.
+    /// void, as if they had been aborted while it was: nobody is to find a block of whatever made such logits. Nor what
+    /// earlier steps did: a prefix that is bad would fail every request that finds it, and stay because it is found.
     pub(super) fn end_unsampled(&mut self, tokens: &[i32]) {
         let Some(step) = self.steps.oldest() else {
             return;
@@ -30,7 +31,13 @@ impl Scheduler {
         let unsampled = rows.filter(|&(&token, _)| token < 0);
         let requests: Vec<RequestId> = unsampled.map(|(_, row)| row_request(row)).collect();
         for request in requests {
-            self.end_request(request, FinishReason::Error);
+            let live = self.requests.find(request);
+            for idx in live.map_or_else(Vec::new, |live| live.sequences.clone()) {
+                if let Some(table) = self.sequences.get_mut(idx).table.as_mut() {
+                    table.withdraw(&mut self.pool);
+                }
+                self.end_sequence(idx, FinishReason::Error, true);
+            }
         }
     }
 

@@ -288,10 +288,17 @@ def test_infinite_values_reach_only_who_sees_them() -> None:
     assert not out[20:].isfinite().any()
 
 
-def test_bits_do_not_depend_on_the_block_size() -> None:
-    results = [make_step([(300, 600)], block_size=block_size).attend() for block_size in (1, 16, 256)]
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+# Matrix tiles, for bfloat16, multiply sixteen keys of a block at a time.
+@pytest.mark.parametrize(
+    ("dtype", "block_sizes"),
+    [(torch.float32, (1, 16, 256)), (torch.float16, (1, 8, 256)), (torch.bfloat16, (16, 32, 256))],
+)
+def test_bits_do_not_depend_on_the_block_size(dtype: torch.dtype, block_sizes: tuple[int, ...]) -> None:
+    first, *others = [
+        make_step([(1, 530), (300, 600)], block_size=block_size, dtype=dtype).attend()
+        for block_size in block_sizes
+    ]
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -296,6 +296,25 @@ fn nobody_finds_what_a_step_computed_of_a_row_that_could_not_be_sampled() {
     }
 }
 
+/// Chunks of the prompt were computed, and could be found, before there were logits.
+#[test]
+fn nobody_finds_the_earlier_chunks_of_a_row_that_could_not_be_sampled() {
+    for overlap in [false, true] {
+        let mut config = config(60, 4);
+        config.max_num_batched_tokens = 8;
+        let mut simulator = Simulator::with_overlap(config, overlap);
+        let broken = simulator.submit(&prompt(0, 21), &steadily(8));
+        simulator.broken.insert(broken);
+        simulator.run(20);
+        assert_eq!(simulator.ended[&(broken, 0)], 4);
+        simulator.assert_empty();
+        let again = simulator.submit(&prompt(0, 21), &steadily(8));
+        simulator.run(40);
+        assert_eq!(simulator.cached[&again], 0);
+        simulator.assert_complete((again, 0), &prompt(0, 21), &steadily(8));
+    }
+}
+
 /// A session that ends in a step while the next one is in flight keeps what is computed, not what is void.
 #[test]
 fn a_session_keeps_what_was_computed_when_it_ended() {
