@@ -11,13 +11,15 @@ use super::step::{Ended, row_request};
 impl Scheduler {
     /// Ends every sample of a request, forked or not. Nothing happens if all of them have ended.
     pub(super) fn end_request(&mut self, request: RequestId, reason: FinishReason) {
-        let sequences = self
-            .requests
-            .find(request)
-            .map_or_else(Vec::new, |live| live.sequences.clone());
-        for idx in sequences {
+        for idx in self.sequences_of(request) {
             self.end_sequence(idx, reason, true);
         }
+    }
+
+    /// Those of a request that have not ended.
+    fn sequences_of(&self, request: RequestId) -> Vec<SeqIdx> {
+        let live = self.requests.find(request);
+        live.map_or_else(Vec::new, |live| live.sequences.clone())
     }
 
     /// Ends the requests of rows of the oldest step in flight that could not be sampled. What the step computed of them is
@@ -31,8 +33,7 @@ impl Scheduler {
         let unsampled = rows.filter(|&(&token, _)| token < 0);
         let requests: Vec<RequestId> = unsampled.map(|(_, row)| row_request(row)).collect();
         for request in requests {
-            let live = self.requests.find(request);
-            for idx in live.map_or_else(Vec::new, |live| live.sequences.clone()) {
+            for idx in self.sequences_of(request) {
                 if let Some(table) = self.sequences.get_mut(idx).table.as_mut() {
                     table.withdraw(&mut self.pool);
                 }

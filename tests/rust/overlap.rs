@@ -280,28 +280,13 @@ fn a_row_that_cannot_be_sampled_ends_its_request_and_no_other() {
     }
 }
 
-/// What made logits that cannot be sampled may stand in the cache as well.
+/// What made logits that cannot be sampled may stand in the cache as well; where the prompt came in chunks, earlier ones
+/// could be found before there were logits.
 #[test]
-fn nobody_finds_what_a_step_computed_of_a_row_that_could_not_be_sampled() {
-    for overlap in [false, true] {
-        let mut simulator = Simulator::with_overlap(config(60, 4), overlap);
-        let broken = simulator.submit(&prompt(0, 21), &steadily(8));
-        simulator.broken.insert(broken);
-        simulator.run(10);
-        assert_eq!(simulator.ended[&(broken, 0)], 4);
-        let again = simulator.submit(&prompt(0, 21), &steadily(8));
-        simulator.run(40);
-        assert_eq!(simulator.cached[&again], 0);
-        simulator.assert_complete((again, 0), &prompt(0, 21), &steadily(8));
-    }
-}
-
-/// Chunks of the prompt were computed, and could be found, before there were logits.
-#[test]
-fn nobody_finds_the_earlier_chunks_of_a_row_that_could_not_be_sampled() {
-    for overlap in [false, true] {
+fn nobody_finds_what_was_computed_of_a_row_that_could_not_be_sampled() {
+    for (overlap, chunk) in [(false, 64), (true, 64), (false, 8), (true, 8)] {
         let mut config = config(60, 4);
-        config.max_num_batched_tokens = 8;
+        config.max_num_batched_tokens = chunk;
         let mut simulator = Simulator::with_overlap(config, overlap);
         let broken = simulator.submit(&prompt(0, 21), &steadily(8));
         simulator.broken.insert(broken);
