@@ -64,7 +64,8 @@ class FakeTokenizer:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         if any("tool_calls" in message for message in messages):
             text += json.dumps([message.get("tool_calls") for message in messages])
-        return text + ("<assistant>" if add_generation_prompt else "")
+        text += "<assistant>" if add_generation_prompt else ""
+        return text + ("<no thoughts>" if template_kwargs.get("enable_thinking") is False else "")
 
 
 @dataclass

@@ -75,6 +75,8 @@ def test_null_is_absent_in_every_field() -> None:
         "add_generation_prompt",
         "continue_final_message",
         "chat_template_kwargs",
+        "enable_thinking",
+        "reasoning_effort",
     ]
     assert chat(**dict.fromkeys(names)) == chat()
 
@@ -254,6 +256,18 @@ def test_a_beam_search_takes_its_own_fields_only(field: str, neutral: Any, real:
         assert field in error.message
     assert refused(completion, use_beam_search=True, logprobs=0).param == "logprobs"
     assert refused(chat, use_beam_search=True, logprobs=True).param == "logprobs"
+
+
+def test_what_a_template_sees_besides_the_conversation() -> None:
+    assert chat()[0].template_variables == {}
+    request, ignored = chat(strict=True, enable_thinking=False, reasoning_effort="low")
+    assert ignored == []
+    assert request.template_variables == {"enable_thinking": False, "reasoning_effort": "low"}
+    request, _ = chat(enable_thinking=False, chat_template_kwargs={"enable_thinking": True, "date": "today"})
+    assert request.template_variables == {"enable_thinking": True, "date": "today"}
+    assert refused(chat, enable_thinking="no").param == "enable_thinking"
+    # Without a conversation there is no template, so they can change nothing.
+    assert completion(strict=True, enable_thinking=False, reasoning_effort="low")[1] == []
 
 
 def test_unknown_fields_are_ignored_and_named() -> None:

@@ -64,6 +64,23 @@ async def test_whole_reply_has_what_clients_read() -> None:
         ]
 
 
+async def test_whether_a_model_thinks_is_up_to_the_client() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        switches: list[dict[str, Any]] = [
+            {},
+            {"enable_thinking": False},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+        ]
+        for switch in switches:
+            response = await client.post("/v1/chat/completions", json=fields | switch)
+            assert response.status == 200
+            assert "x-pagedkv-ignored" not in response.headers
+    prompts = [stream.request.prompt for stream in engine.submitted]
+    assert prompts == ["<user>x<assistant>", *2 * ["<user>x<assistant><no thoughts>"]]
+
+
 async def test_reply_can_be_sent_back_as_history() -> None:
     async with serving(FakeEngine()) as client:
         question = {"role": "user", "content": "x"}

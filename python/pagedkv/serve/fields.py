@@ -1,9 +1,9 @@
 """What is known about request fields that the server does not act on.
 
 Three kinds. A field that would change the answer and is not supported is refused by name, unless its value
-asks for nothing (`frequency_penalty: 0`). A field that cannot change the answer is accepted silently.
-Whatever is left is unknown: it is ignored, logged once and named in a response header, or refused where the
-server runs with `--strict`.
+asks for nothing (`frequency_penalty: 0`). A field that cannot change the answer of a model that is supported
+is accepted silently. Whatever is left is unknown: it is ignored, logged once and named in a response header,
+or refused where the server runs with `--strict`.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -77,7 +77,7 @@ def chat_text(served: Served, turns: Sequence[dict[str, Any]], fields: TemplateF
             turns,
             add_generation_prompt=opens_reply,
             continue_final_message=fields.continue_final_message,
-            **fields.chat_template_kwargs,
+            **fields.template_variables,
         )
     except ChatTemplateError as error:
         refuse("messages", f"The messages cannot be rendered: {error}")

@@ -368,6 +368,18 @@ class TemplateFields(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What a template sees besides the conversation. Of one name, `chat_template_kwargs` decides.
+
+        Clients send the two fields for models that were trained with them; other templates do not look.
+        """
+        fields = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return given | self.chat_template_kwargs
 
     def check_template(self, messages: Sequence[Message]) -> None:
         """Checks these fields against the conversation."""
