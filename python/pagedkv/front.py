@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pagedkv import _core
 from pagedkv._core import Edge
+from pagedkv.checks import refusal
 from pagedkv.config import EngineConfig
 from pagedkv.errors import InvalidRequest
 from pagedkv.explanation import RequestNames
@@ -105,6 +106,9 @@ class Front:
 
     def submit(self, request: Request, request_id: str | None = None) -> RequestState:
         """Hands a request to the core. Raises InvalidRequest if it could never be served, or QueueFull."""
+        if request_id is not None and not isinstance(request_id, str):
+            # Found out only once the core has the request, it would leave that running for nobody.
+            raise refusal(InvalidRequest, "request_id", request_id, "a text, or None for a number")
         params, beam = request.params, request.beam
         ranks = params.num_samples > params.n
         num_logprobs = params.logprobs if params.logprobs is not None else 0 if ranks else -1

@@ -135,6 +135,9 @@ def make_request(
     tokens = _token_array("prompt", given, limits.vocab_size)
     _token_array("stop_token_ids", params.stop_ids, limits.vocab_size)
     check_int(InvalidRequest, "priority", priority, MIN_PRIORITY, MAX_PRIORITY, "an int32")
+    if not isinstance(salt, bytes):
+        # A salt is a secret, so the message does not quote it.
+        raise _refusal(f"is {_name(salt)}, allowed: bytes", "salt")
     # Many long stop strings take as long as a long prompt, so they are made ready in the same thread.
     _ = params.stop_strings
     return Request(text, tokens.tolist(), tokens, params, max_tokens, salt, arrival_time, priority, beam)

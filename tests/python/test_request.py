@@ -56,6 +56,8 @@ def test_token_ids_in_any_form(prompt: Prompt) -> None:
             "max_tokens",
             "This model's maximum context length is 32 tokens, but 33",
         ),
+        ("x", {"salt": bytearray(b"s3cret")}, "salt", "salt is a bytearray, allowed: bytes"),
+        ("x", {"salt": "s3cret"}, "salt", "salt is a str, allowed: bytes"),
         # How long it is decides before anything looks at the tokens.
         ([-1] * 32, {}, "prompt", "This model's maximum context length is 32 tokens"),
     ],
@@ -99,9 +101,23 @@ def test_a_long_text_that_cannot_fit_is_refused_unread(monkeypatch: pytest.Monke
     assert refusal.value.field == "prompt"
 
 
-def test_what_the_core_refuses_is_an_invalid_request() -> None:
+def core_and_front() -> tuple[_core.Core, Front]:
     core = _core.Core(num_blocks=4, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8)
-    front = Front(core.edge, TOKENIZER, EngineConfig(), cast(ModelConfig, None), Limits(32, VOCAB_SIZE), 1)
+    limits = Limits(32, VOCAB_SIZE)
+    return core, Front(core.edge, TOKENIZER, EngineConfig(), cast(ModelConfig, None), limits, 1)
+
+
+def test_what_the_core_refuses_is_an_invalid_request() -> None:
+    _, front = core_and_front()
     with pytest.raises(InvalidRequest, match="maximum context length is 8 tokens"):
         front.submit(front.request("x" * 9, SamplingParams()))
     assert len(front.streams) == 0
+
+
+@pytest.mark.parametrize("request_id", [5, ["a"], b"a"])
+def test_a_request_under_an_impossible_name_does_not_reach_the_core(request_id: Any) -> None:
+    core, front = core_and_front()
+    with pytest.raises(InvalidRequest, match=r"^request_id is .*, allowed: a text, or None") as refusal:
+        front.submit(front.request("x", SamplingParams(max_tokens=4)), request_id)
+    assert refusal.value.field == "request_id"
+    assert core.schedule(np.zeros(core.arena_len, np.int32)) is None
