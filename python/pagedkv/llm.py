@@ -122,8 +122,8 @@ class LLM(BaseLLM, CacheControl):
         """Answers a conversation, or each of a list of conversations, through the model's chat template.
 
         Args:
-            messages: [{"role": "user", "content": "Hello"}], or a list of such lists. Content that is None or
-                absent counts as empty, as it does for the server.
+            messages: [{"role": "user", "content": "Hello"}], or a list of such lists. As for the server,
+                content that is None or absent counts as empty, and texts in parts are joined by line breaks.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
             add_generation_prompt: ends the prompt with the opening of the assistant's answer.
@@ -255,13 +255,30 @@ def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) ->
 
 
 def _with_content(conversation: Sequence[Message]) -> Sequence[Message]:
-    """The conversation with a text where content is None or absent: templates join it to other text."""
+    """The conversation with texts as contents: templates join them to other text."""
     if not isinstance(conversation, Sequence) or not all(isinstance(one, Mapping) for one in conversation):
         return conversation  # The renderer says what is wrong with it.
-    return [
-        message if message.get("content") is not None else {**message, "content": ""}
-        for message in conversation
-    ]
+    return [{**message, "content": _as_text(message.get("content"))} for message in conversation]
+
+
+def _as_text(content: Any) -> Any:
+    """What the server makes of a content: None is empty, and texts in parts are joined by line breaks.
+
+    What else there may be is left to the template, which may know it.
+    """
+    if content is None:
+        return ""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return content
+    texts = [_text_of_part(part) for part in content]
+    return content if None in texts else "\n".join(map(str, texts))
+
+
+def _text_of_part(part: Any) -> str | None:
+    """The text of a part of a content; None of what is no text."""
+    if isinstance(part, Mapping) and part.get("type", "text") == "text":
+        part = part.get("text")
+    return part if isinstance(part, str) else None
 
 
 def _template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:

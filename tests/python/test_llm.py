@@ -82,6 +82,16 @@ def test_content_that_is_none_is_an_empty_text(llm):
     assert llm.chat([], GREEDY, use_tqdm=False) == []
 
 
+def test_content_in_parts_is_their_text(llm):
+    (expected,) = llm.chat([{"role": "user", "content": "the cat\nthe dog"}], GREEDY, use_tqdm=False)
+    parts = [{"type": "text", "text": "the cat"}, "the dog"]
+    (output,) = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == expected.prompt_token_ids
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(ChatTemplateError, match="the chat template failed on these messages"):
+        llm.chat([{"role": "user", "content": [*parts, image]}], GREEDY, use_tqdm=False)
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "message"),
     [
