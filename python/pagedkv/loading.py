@@ -18,7 +18,7 @@ from pagedkv.front import Front
 from pagedkv.kv_cache import HostCache, KVCache
 from pagedkv.models import LoadedModel, load_model, resolve
 from pagedkv.models.rope import table_bytes
-from pagedkv.ops import Ops
+from pagedkv.ops import CUPY_INSTALL, Ops
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.plan import (
     PoolPlan,
@@ -110,7 +110,7 @@ def choose_device(device: str) -> torch.device:
         if torch.cuda.is_available():
             logger.warning(
                 "there is a GPU, but the CUDA kernels have never run on one, so the CPU computes; to try "
-                'them: pip install pagedkv[cuda13] and device="cuda" (on the command line: --device cuda)'
+                f'them: {CUPY_INSTALL} and device="cuda" (on the command line: --device cuda)'
             )
         return torch.device("cpu")
     return torch.device("cuda:0" if device == "cuda" else device)

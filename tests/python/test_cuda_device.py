@@ -108,7 +108,7 @@ def test_a_launch_hands_the_driver_one_struct(monkeypatch):
 def test_without_cupy_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    with pytest.raises(BackendUnavailable, match=r"pip install pagedkv\[cuda13\]"):
+    with pytest.raises(BackendUnavailable, match="pip install cupy-cuda13x"):
         cuda_device.Gpu(torch.device("cuda:0"))
 
 

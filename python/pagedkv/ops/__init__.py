@@ -26,6 +26,8 @@ from pagedkv.errors import BackendUnavailable
 from pagedkv.ops.decoder import DecoderWeights
 
 BACKENDS = ("reference", "cpu", "cuda")
+CUPY_INSTALL: Final = "pip install cupy-cuda13x (or cupy-cuda12x, as torch is)"
+"""How to get what loads the CUDA kernels: the extras cuda13 and cuda12 of an environment that is there."""
 
 
 class PackedWeight(Protocol):
@@ -206,8 +208,8 @@ def choose(backend: str, device: torch.device | None = None, *, swizzled: bool =
         raise BackendUnavailable('device "cuda" was asked for, but torch sees no GPU; use device="cpu"')
     if backend == "cuda" and not has_cuda_kernels():
         raise BackendUnavailable(
-            "there is a GPU, but no CuPy, which loads the CUDA kernels; pip install pagedkv[cuda13] "
-            '(or cuda12, as torch is), or use device="cpu" (on the command line: --device cpu)'
+            f"there is a GPU, but no CuPy, which loads the CUDA kernels; {CUPY_INSTALL}, "
+            'or use device="cpu" (on the command line: --device cpu)'
         )
     module = importlib.import_module(f"pagedkv.ops.{backend}")
     if backend == "cuda":
@@ -216,5 +218,5 @@ def choose(backend: str, device: torch.device | None = None, *, swizzled: bool =
 
 
 def has_cuda_kernels() -> bool:
-    """Whether the backend for GPUs is installed: the extra cuda12 or cuda13, which load the kernels."""
+    """Whether CuPy is installed, which loads the kernels."""
     return importlib.util.find_spec("cupy") is not None

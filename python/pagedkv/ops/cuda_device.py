@@ -21,7 +21,7 @@ from tqdm import tqdm
 from pagedkv import _core
 from pagedkv.config import kernel_cache_dir
 from pagedkv.errors import BackendUnavailable
-from pagedkv.ops import nvrtc
+from pagedkv.ops import CUPY_INSTALL, nvrtc
 from pagedkv.ops.cuda_kernels import OPTIONS, Kernel
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
 # The attention kernels are made for two blocks a multiprocessor.
 BLOCKS_PER_MULTIPROCESSOR = 2
-# What a block gets without asking.
-DEFAULT_SHARED_BYTES = 48 << 10
 
 
 class GpuKernel:
@@ -82,8 +80,7 @@ class Gpu:
             from cupy_backends.cuda.api import driver
         except ImportError as error:
             raise BackendUnavailable(
-                f"CuPy loads the CUDA kernels, and cannot be imported ({error}); pip install pagedkv[cuda13] "
-                "(or cuda12, as torch is)"
+                f"CuPy loads the CUDA kernels, and cannot be imported ({error}); {CUPY_INSTALL}"
             ) from error
         num_devices = torch.cuda.device_count()
         if device.index >= num_devices:
