@@ -87,6 +87,8 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
         max_pinned_blocks=config.max_pinned_blocks,
         num_host_blocks=0 if swap is None else swap.num_blocks,
     )
+    if config.enable_prefix_caching and config.max_pinned_blocks is None:
+        _say_pin_budget(core.edge.stats()["blocks_pin_budget"])
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
     front = Front(core.edge, tokenizer, config, model_config, limits, seed)
@@ -171,6 +173,17 @@ def plan_memory(config: EngineConfig, model: LoadedModel, ops: Ops) -> PoolPlan:
     else:
         logger.info("max_model_len is %d tokens", plan.max_model_len)
     return plan
+
+
+def _say_pin_budget(num_blocks: int) -> None:
+    """Says what pins and sessions may have. Where that is nothing, refusals would come as a surprise."""
+    if num_blocks:
+        logger.info("pins and sessions may have %d blocks together", num_blocks)
+    else:
+        logger.warning(
+            "there will be no pins and no sessions, because a sequence of max_model_len tokens takes all of "
+            "the cache: give it more memory, or choose a smaller max_model_len"
+        )
 
 
 def _size_option(config: EngineConfig) -> str:

@@ -22,6 +22,7 @@ def test_the_longest_length_is_capped_to_what_the_pool_holds(checkpoint, caplog)
     assert any(
         message.startswith("the cache holds 160 tokens in 10 blocks of 16") for message in caplog.messages
     )
+    assert any(message.startswith("there will be no pins and no sessions") for message in caplog.messages)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (output,) = llm.generate([[5] * 30], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 130
@@ -32,6 +33,16 @@ def test_the_longest_length_is_capped_to_what_the_pool_holds(checkpoint, caplog)
         ValueError, match=r"^max_model_len is 161, allowed: 2\.\.160, because the pool holds 10"
     ):
         LLM(**options | {"max_model_len": 161})
+
+
+def test_the_room_of_pins_and_sessions_is_said(checkpoint, caplog):
+    with caplog.at_level(logging.INFO, logger="pagedkv"):
+        LLM(**checkpoint.options)
+    assert "pins and sessions may have 100 blocks together" in caplog.messages
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="pagedkv"):
+        LLM(**checkpoint.options, enable_prefix_caching=False)
+    assert not any("pins and sessions" in message for message in caplog.messages)
 
 
 def test_kv_memory_sizes_the_pool(checkpoint):
