@@ -73,8 +73,9 @@ mutants: build $(VENV)/stamp-test ## Plant bugs in the CUDA kernels: each must b
 cuda-limits: build $(VENV)/stamp-test ## Write down the registers that the CUDA kernels use now
 	$(BIN)/python tests/cuda_host/limits.py
 
+# Where an installed wheel is checked, there is neither Rust nor an environment of this directory.
 gpu-check: ## On a machine with a GPU: check the kernels, measure them, run the engine
-	$(PYTHON) benches/gpu_check.py $(ARGS)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benches/gpu_check.py $(ARGS)
 
 lint: lint-python lint-rust ## Check formatting, types and lints, Rust and Python
 

@@ -1,7 +1,7 @@
 //! The core of pagedkv: every decision about memory and order.
 //!
-//! Dependencies point one way: `sync <- block <- sched <- python`. `cpu` holds kernels and knows none of them;
-//! `memory`, `error` and `ids` know nobody.
+//! Dependencies point one way: `sync <- block <- sched <- python`. `cpu` holds kernels and knows of these only
+//! `sync`, for its pool of threads; `memory`, `error` and `ids` know nobody.
 
 pub mod block;
 pub mod config;

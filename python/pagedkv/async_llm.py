@@ -259,8 +259,8 @@ class AsyncLLM(BaseLLM, AsyncCacheControl):
             TypeError: sampling_params is something else.
         """
         if sampling_params is not None and not isinstance(sampling_params, AnyParams):
-            kind = type(sampling_params).__name__
-            raise TypeError(f"sampling_params is of type {kind}, allowed: SamplingParams or None")
+            kind, allowed = type(sampling_params).__name__, "SamplingParams, BeamSearchParams or None"
+            raise TypeError(f"sampling_params is of type {kind}, allowed: {allowed}")
         return self._front.request(
             prompt,
             sampling_params or SamplingParams(),

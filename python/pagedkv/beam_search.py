@@ -92,7 +92,7 @@ class BeamSearchSequence:
         text: all of the tokens as text, special ones too.
         cum_logprob: sum of the log-probabilities of the generated tokens.
         score: the same, divided by their number to the power of the length penalty.
-        finish_reason: "stop" at an end token, "length" otherwise, "abort" where nothing was found.
+        finish_reason: "stop" at an end token, "length" otherwise.
     """
 
     tokens: list[int]
@@ -107,7 +107,7 @@ class BeamSearchOutput:
     """The answers to one prompt.
 
     Attributes:
-        sequences: as many as the search was wide, the best score first.
+        sequences: as many as the search was wide, the best score first; none if it was aborted.
         prompt_token_ids: the prompt as the model reads it.
         num_cached_tokens: tokens of the prompt that were found in the cache.
     """

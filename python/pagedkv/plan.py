@@ -1,8 +1,8 @@
 """Memory arithmetic: how large the cache is, how many blocks a budget holds and what a request takes of them.
 
-Pure functions on plain numbers, without torch, so that every figure can be checked by hand. `loading.py` uses
-them to size the pool. `blocks_for`, `wasted_slots` and `contiguous_bytes` say what paging saves: no running
-code needs them, the figures in the documentation are checked with them.
+Pure functions on plain numbers, without torch, so that every figure can be checked by hand. `loading` and
+`gpu` size the pool by them. `wasted_slots` and `contiguous_bytes` say what paging saves: the tests compare
+both with known figures, and no running code needs them.
 """
 
 import os

@@ -42,7 +42,7 @@ pub(super) struct Root {
     pub(super) key: Box<[u8]>,
     /// Start of the hash chain.
     pub(super) hash: u64,
-    /// Head of the list of first blocks, 0 if there is none.
+    /// The top of the treap of first blocks, 0 if there is none.
     pub(super) first_child: u32,
     /// The share that its blocks count to.
     pub(super) share: u8,

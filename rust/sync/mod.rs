@@ -5,8 +5,8 @@
 //!
 //! | structure | writers | reader | carries |
 //! |---|---|---|---|
-//! | [`inbox()`] | any thread | owner | submissions and commands, bounded, in order |
-//! | [`PushChain`] | any thread | owner | blocks handed back by copy threads, unbounded |
+//! | [`inbox()`] | any thread | owner | submissions, bounded, in order |
+//! | [`PushChain`] | any thread | owner | blocks handed back by copy threads, ends at stop strings, unbounded |
 //! | [`RequestFlags`] | any thread | owner | request ids, and the wish to abort one |
 //! | [`Parker`] | any thread | owner | the wake-up of an idle owner |
 //! | [`ring()`] | owner | one thread | what happened in a step, bounded, in order |

@@ -55,12 +55,11 @@ def resolve(model: str | Path | None) -> ModelSource:
 
     Args:
         model: A directory, a .gguf file, a hub id such as "HuggingFaceTB/SmolLM2-135M-Instruct", or None for
-        the demo
-            model.
+            the demo model.
 
     Raises:
         ModelError: There is no such model, or its directory lacks what is needed; the message says what to
-        do.
+            do.
     """
     if model is None:
         return _demo()
