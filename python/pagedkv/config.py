@@ -72,13 +72,25 @@ class EngineOptions(TypedDict, total=False):
 
 
 # Options that other engines have, and what to say to those who are used to them.
-_ELSEWHERE: Final = {
-    "tensor_parallel_size": "one device computes",
-    "quantization": "weights are computed in dtype",
+ELSEWHERE: Final = {
+    "async_scheduling": "it is called overlap",
+    "context_length": "it is called max_model_len",
+    "enable_chunked_prefill": "prompts are always computed in chunks",
+    "enable_lora": "there are no adapters",
+    "enforce_eager": "cuda_graphs=False does that",
+    "generation_config": "no sampling but what a request says is applied",
+    "kv_cache_memory_bytes": "it is called kv_memory",
+    "max_running_requests": "it is called max_num_seqs",
     "max_seq_len": "it is called max_model_len",
+    "max_tokens": "it is a field of SamplingParams",
+    "mem_fraction_static": "it is called gpu_memory_utilization",
+    "num_gpu_blocks_override": "it is called num_blocks",
+    "pipeline_parallel_size": "one device computes",
+    "quantization": "weights are computed in dtype",
+    "scheduling_policy": "priorities always count",
+    "tensor_parallel_size": "one device computes",
     "tokenizer": "it comes with the model",
     "trust_remote_code": "no code of a model is ever run",
-    "enforce_eager": "cuda_graphs=False does that",
 }
 
 
@@ -88,7 +100,7 @@ def check_names(caller: str, options: Mapping[str, object]) -> None:
         if name in EngineOptions.__annotations__:
             continue
         close = difflib.get_close_matches(name, ["model", *EngineOptions.__annotations__], n=1)
-        hint = _ELSEWHERE.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+        hint = ELSEWHERE.get(name) or (f"did you mean {close[0]!r}?" if close else "")
         raise TypeError(f"{caller} has no option {name!r}" + (f": {hint}" if hint else ""))
 
 

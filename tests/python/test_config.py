@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from pagedkv.config import (
+    ELSEWHERE,
     EngineConfig,
     EngineOptions,
     add_cli_options,
@@ -201,9 +202,17 @@ def test_any_other_poison_is_refused(monkeypatch):
         ("modle", "did you mean 'model'?"),
         ("max_num_seq", "did you mean 'max_num_seqs'?"),
         ("enforce_eager", "cuda_graphs=False does that"),
+        ("kv_cache_memory_bytes", "it is called kv_memory"),
         ("xyz", "LLM has no option 'xyz'"),
     ],
 )
 def test_an_unknown_option_is_named_with_what_may_be_meant(name, hint):
     with pytest.raises(TypeError, match=re.escape(hint)):
         check_names("LLM", {"block_size": 16, name: 1})
+
+
+def test_what_other_engines_call_otherwise_is_an_option_here():
+    renamed = [hint.removeprefix("it is called ") for hint in ELSEWHERE.values() if "it is called" in hint]
+    assert len(renamed) > 3
+    assert set(renamed) <= EngineOptions.__annotations__.keys()
+    assert not ELSEWHERE.keys() & EngineOptions.__annotations__.keys()
