@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fake_engine import events_of, post
 from pagedkv import AsyncLLM, SamplingParams
+from pagedkv._core import cpu_isa
 from tiny_llm import Checkpoint, at_rest
 
 CHAT = "/v1/chat/completions"
@@ -217,8 +218,8 @@ async def test_many_streams_of_which_some_leave(engine: AsyncLLM, client: TestCl
     texts = await asyncio.gather(*calls)
     assert all(text for index, text in enumerate(texts) if index % 4 != 3)
     same = [texts[index] == answer.text for index, answer in enumerate(expected) if index % 4 != 3]
-    # Linear layers of torch depend on the batch: a near-tie may turn out the other way, but not often.
-    assert sum(same) >= len(same) - 1
+    # Where torch multiplies, a near-tie may turn out the other way in another batch, but not often.
+    assert sum(same) >= len(same) - (cpu_isa() == "portable")
     await at_rest(engine)
 
 
