@@ -91,9 +91,10 @@ _HOME = {
 }
 
 # libgomp, which runs torch's loops on Linux, reads its environment once, when torch is loaded. By default
-# its idle threads spin for good: with one of two cores taken by something else, the linear layers of a decode
-# took 74 to 261 ms on two threads instead of 16 on one. A bounded spin takes 9 to 25 ms, and loses nothing on
-# an idle machine. Whoever has chosen otherwise is heeded.
+# its idle threads spin for good. That matters where torch multiplies, which is on processors that the Rust
+# kernels have no vectors for: with one of two cores taken by something else, its products of a decode took 74
+# to 261 ms on two threads instead of 16 on one. A bounded spin takes 9 to 25 ms, and loses nothing on an idle
+# machine. Whoever has chosen otherwise is heeded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 

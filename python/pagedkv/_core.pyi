@@ -141,7 +141,8 @@ class Core:
         """Takes the sampled token of every row of the oldest step in flight.
 
         Returns every row's state: 0 running, 1 stop, 2 length; -1 where the sequence had ended before, so
-        that the row is void: its token is dropped, and no event tells of it.
+        that the row is void: its token is dropped, and no event tells of it. A negative token is a row that
+        could not be sampled: it is void, and its request ends with an error, which `schedule` reports next.
 
         Tokens of rows that belong to beams are ignored. Of those `candidates` has token ids and
         log-probabilities, [B, K] each, the likeliest first, K as the arena's section asks. A search ends in

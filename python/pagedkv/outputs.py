@@ -78,7 +78,7 @@ class RequestMetrics:
     """When things happened, in seconds of `time.monotonic`.
 
     Attributes:
-        arrival_time: the request was submitted.
+        arrival_time: the request came, before its prompt was encoded.
         first_scheduled_time: the step that gave its first token began. (A prompt longer than a step began
             earlier.)
         first_token_time: its first token was there.
