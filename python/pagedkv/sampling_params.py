@@ -39,7 +39,8 @@ class SamplingParams:
         top_p: keep the most likely tokens whose probabilities add up to this; 1 keeps all.
         top_k: keep this many of the most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this likely, relative to the most likely one; 0 keeps all.
-        seed: makes the answer repeatable, whatever else the engine serves. None: drawn at submit.
+        seed: makes the answer repeatable, whatever else the engine serves. None: drawn at submit; -1 becomes
+            None.
         max_tokens: tokens to generate at most. None: as many as the model's length leaves room for.
         stop: texts that end the answer; they are not part of it.
         stop_token_ids: tokens that end the answer, besides the model's own end tokens.
@@ -80,7 +81,7 @@ class SamplingParams:
         self._check_int("top_k", -1, MAX_TOKEN_ID, "-1 or 0 (off), or an integer >= 1")
         self._check_float("min_p", 1.0, "a number in 0..1")
         if self.seed is not None:
-            self._check_int("seed", 0, MAX_SEED, "an integer in 0..2^64-1, or none for a random one")
+            self._check_int("seed", -1, MAX_SEED, "an integer in 0..2^64-1, or none or -1 for a random one")
         if self.max_tokens is not None:
             self._check_int("max_tokens", 1, None, "an integer >= 1, or none for what the context leaves")
         if self.logprobs is not None:
@@ -89,6 +90,8 @@ class SamplingParams:
             check_bool(InvalidRequest, name, getattr(self, name))
         if self.cache_priority not in ("normal", "low"):
             raise refusal(InvalidRequest, "cache_priority", self.cache_priority, '"normal" or "low"')
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
 

@@ -108,7 +108,7 @@ def test_null_is_absent_inside_messages_and_options() -> None:
         ("n", 129),
         ("n", True),
         ("n", 2.0),
-        ("seed", -1),
+        ("seed", -2),
         ("seed", 2**64),
         ("seed", "1"),
         ("max_tokens", 0),
@@ -304,6 +304,11 @@ def test_prompt_forms(sent: Any, seen: Any) -> None:
 def test_number_of_sequences_is_bounded() -> None:
     assert completion(prompt=["a"] * 8, n=128)[0].n == 128
     assert refused(completion, prompt=["a"] * 9, n=128).param == "prompt"
+
+
+def test_a_seed_may_be_left_to_the_engine_as_vllm_spells_it() -> None:
+    assert completion(seed=-1)[0].seed == -1
+    assert chat(seed=-1)[0].seed == -1
 
 
 def test_newer_token_limit_wins() -> None:

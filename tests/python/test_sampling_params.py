@@ -27,7 +27,7 @@ def test_the_defaults():
         ("top_p", [1e-9, 0.5, 1, 1.0]),
         ("top_k", [-1, 0, 1, 2**31 - 1]),
         ("min_p", [0, 0.5, 1.0]),
-        ("seed", [None, 0, 2**63, 2**64 - 1]),
+        ("seed", [None, -1, 0, 2**63, 2**64 - 1]),
         ("max_tokens", [None, 1, 10**6]),
         ("logprobs", [None, 0, 20]),
         ("stop_token_ids", [None, [], [0, 5], (7,)]),
@@ -47,7 +47,7 @@ def test_the_edges_of_what_is_allowed(field, values):
         ("top_p", [0, -0.1, 1.1, math.nan, "1", None, False], "a number p with 0 < p <= 1"),
         ("top_k", [-2, 1.5, "3", 2**31, None], "-1 or 0 (off), or an integer >= 1"),
         ("min_p", [-0.1, 1.1, math.nan, None], "a number in 0..1"),
-        ("seed", [-1, 2**64, "7", 1.0, True], "an integer in 0..2^64-1, or none for a random one"),
+        ("seed", [-2, 2**64, "7", 1.0, True], "an integer in 0..2^64-1, or none or -1 for a random one"),
         ("max_tokens", [0, -1, "16", 1.0, True], "an integer >= 1, or none for what the context leaves"),
         ("logprobs", [-1, 21, 10**6, True, "5"], "an integer in 0..20, or none"),
         ("stop", ["", ["a", ""], [1], 5, b"a"], "a text or a list of texts, none of them empty"),
@@ -81,6 +81,10 @@ def test_stop_strings_become_a_tuple():
     assert SamplingParams(stop=[]).stop_strings is None
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[3, 4]).stop_ids == (3, 4)
+
+
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1) == SamplingParams()
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "n", "seed", "max_tokens"])
