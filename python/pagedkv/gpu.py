@@ -57,6 +57,10 @@ def prepare(config: EngineConfig, model: OpenedModel, ops: CudaOps) -> None:
     if config.block_size not in BLOCK_SIZES:
         allowed = ", ".join(map(str, BLOCK_SIZES))
         raise ValueError(f"block_size is {config.block_size}, allowed on a GPU: {allowed}")
+    for field in ("hidden_size", "intermediate_size"):
+        # As `cuda_launch.row_size` would find in the first step.
+        if (width := getattr(model.config, field)) % 8:
+            raise ValueError(f"{field} of the model is {width}, allowed on a GPU: multiples of 8")
     if config.bulk_attention:
         if int(ops.device.arch.removeprefix("sm_")) < MIN_BULK_ARCH:
             raise ValueError(

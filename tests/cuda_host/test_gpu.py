@@ -1,6 +1,7 @@
 """What is particular to loading onto a GPU: its options, and memory sized by a trial of the largest steps."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from host_device import HostDevice
 from pagedkv import gpu
 from pagedkv.batch import StepBatch, arena_section
 from pagedkv.config import EngineConfig
-from pagedkv.models import OpenedModel
+from pagedkv.models import OpenedModel, open_model
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.trial import TrialStep
 from test_engine import checkpoint, engine, prompts  # noqa: F401 - the fixture
@@ -110,6 +111,14 @@ def test_blocks_that_the_kernels_cannot_read_are_refused_at_start(checkpoint, mo
     monkeypatch.setattr(OpenedModel, "read", lambda *_args, **_options: pytest.fail("the weights were read"))
     with pytest.raises(ValueError, match=r"^block_size is 4, allowed on a GPU: 8, 16, 32, 64, 128, 256$"):
         engine(checkpoint, monkeypatch, CudaOps(HostDevice()), block_size=4, cuda_graphs=False)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size"])
+def test_rows_that_the_kernels_cannot_read_are_refused_at_start(checkpoint, field):  # noqa: F811
+    opened = open_model(checkpoint.path, "float16")
+    odd = replace(opened, config=replace(opened.config, **{field: 100}))
+    with pytest.raises(ValueError, match=f"^{field} of the model is 100, allowed on a GPU: multiples of 8$"):
+        gpu.prepare(EngineConfig(), odd, CudaOps(HostDevice()))
 
 
 @pytest.mark.parametrize(
