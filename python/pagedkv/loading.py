@@ -222,6 +222,7 @@ def _make_core(
         enable_prefix_caching=config.enable_prefix_caching,
         tenants=[tenant.core_option for tenant in config.named_tenants],
         max_pinned_blocks=config.max_pinned_blocks,
+        max_pinned_blocks_per_tenant=config.max_pinned_blocks_per_tenant,
         num_host_blocks=num_host_blocks,
     )
 

@@ -95,7 +95,7 @@ impl Scheduler {
             hash_key,
         };
         let pool = BlockPool::with_shares(sizes, config.tenants.clone());
-        let holds = Holds::new(config.max_pinned_blocks, config.num_blocks);
+        let holds = Holds::new(&config);
         let shared = Arc::new(Shared {
             config: config.clone(),
             hasher: pool.hasher(),

@@ -94,6 +94,10 @@ TENANTS = [
         ({"swap_space": 1e-9}, r"^swap_space is 1 bytes, allowed: 0, or at least 8\.00 KiB"),
         ({"swap_space": 2**20}, r"^swap_space is 1024\.00 TiB, but .* of host memory are free"),
         ({"max_pinned_blocks": 369}, r"^max_pinned_blocks is 369, allowed: 0 to 368, so that a sequence"),
+        (
+            {"max_pinned_blocks": 9, "max_pinned_blocks_per_tenant": 10},
+            r"^max_pinned_blocks_per_tenant is 10, allowed: 0 to 9, which is max_pinned_blocks$",
+        ),
         ({"tenants": TENANTS}, r"^min_blocks is 500, allowed: up to 400 for all tenants together"),
         ({"kv_cache_dtype": "fp8"}, r"^kv_cache_dtype is 'fp8', which needs a GPU"),
     ],
