@@ -119,6 +119,7 @@ fn main() {
         eviction: Eviction::default(),
         tenants: Vec::new(),
         max_pinned_blocks: 0,
+        max_pinned_blocks_per_tenant: None,
         max_queued_requests: 4096,
         host: HostTier::default(),
     };

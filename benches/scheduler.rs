@@ -89,6 +89,7 @@ fn config(num_blocks: u32, max_num_seqs: u32) -> CoreConfig {
         eviction: Eviction::default(),
         tenants: Vec::new(),
         max_pinned_blocks: 0,
+        max_pinned_blocks_per_tenant: None,
         max_queued_requests: 4096,
         host: HostTier::default(),
     }

@@ -62,6 +62,8 @@ pub struct CoreConfig {
     pub tenants: Vec<Share>,
     /// Blocks that pins and sessions may hold together. The longest sequence must fit beside them.
     pub max_pinned_blocks: u32,
+    /// Blocks that those of one tenant may hold; None: as many. A tenant is one that is named, or else a salt.
+    pub max_pinned_blocks_per_tenant: Option<u32>,
     /// Requests that may be in flight, waiting or running.
     pub max_queued_requests: u32,
     /// Where preempted sequences are parked.
@@ -114,6 +116,12 @@ impl CoreConfig {
             let allowed =
                 format!("0 to {most}, so that a sequence of max_model_len tokens fits beside what is pinned");
             return refuse("max_pinned_blocks", self.max_pinned_blocks.into(), &allowed);
+        }
+        if let Some(share) = self.max_pinned_blocks_per_tenant
+            && share > self.max_pinned_blocks
+        {
+            let allowed = format!("0 to {}, which is max_pinned_blocks", self.max_pinned_blocks);
+            return refuse("max_pinned_blocks_per_tenant", share.into(), &allowed);
         }
         Ok(())
     }

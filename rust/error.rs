@@ -136,7 +136,9 @@ pub enum HoldError {
         needed: u32,
         /// Tokens in a block.
         block_size: u32,
-        /// Blocks that all may have together.
+        /// Whether the numbers are those of the tenant alone.
+        of_tenant: bool,
+        /// Blocks that all, or those of the tenant, may have together.
         budget: u32,
         /// Blocks that are held.
         held: u32,
@@ -170,16 +172,23 @@ impl fmt::Display for HoldError {
                 noun,
                 needed,
                 block_size,
+                of_tenant,
                 budget,
                 held,
                 promised,
-            } => write!(
-                f,
-                "the {noun} needs up to {needed} more blocks of {block_size} tokens, but of the {budget} that \
-                 pins and sessions may have together (max_pinned_blocks) {held} are held and {promised} promised, \
-                 so {} are left",
-                budget - held - promised
-            ),
+            } => {
+                let whose = if *of_tenant {
+                    "a tenant's pins and sessions may have (max_pinned_blocks_per_tenant)"
+                } else {
+                    "pins and sessions may have together (max_pinned_blocks)"
+                };
+                let left = budget - held - promised;
+                write!(
+                    f,
+                    "the {noun} needs up to {needed} more blocks of {block_size} tokens, but of the {budget} that \
+                     {whose} {held} are held and {promised} promised, so {left} are left"
+                )
+            }
             Self::TooMany { most } => {
                 write!(f, "there are {most} pins and sessions, as many as there may be")
             }

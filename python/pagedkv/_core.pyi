@@ -102,6 +102,7 @@ class Core:
         eviction: str = "turn",
         tenants: Sequence[tuple[bytes, bool, int, int]] = ...,
         max_pinned_blocks: int | None = None,
+        max_pinned_blocks_per_tenant: int | None = None,
         max_queued_requests: int = 4096,
         num_host_blocks: int = 0,
     ) -> Core:
@@ -111,7 +112,8 @@ class Core:
         that begin with it are meant, blocks up to which its idle ones are evicted last, how fast they age in
         parts of 1024).
         `max_pinned_blocks` is what pins and sessions may hold together. None: a quarter of the pool, less
-        where the longest sequence would not fit beside it.
+        where the longest sequence would not fit beside it. `max_pinned_blocks_per_tenant` is what those of
+        one tenant may hold, who is one of `tenants` or else a salt. None: as much.
         `num_host_blocks` is how many blocks of preempted sequences may be moved to host memory, to come back
         later.
 

@@ -65,6 +65,7 @@ class EngineOptions(TypedDict, total=False):
     cuda_graphs: bool
     num_blocks: int | None
     max_pinned_blocks: int | None
+    max_pinned_blocks_per_tenant: int | None
     swap_space: float | None
     threads: int | None
     cpu_isa: str
@@ -141,6 +142,8 @@ class EngineConfig:
         num_blocks: usable blocks of the pool, exactly; wins over kv_memory.
         max_pinned_blocks: blocks that pins and sessions may hold together. None: a quarter of the pool, but
             never so many that a sequence of max_model_len would not fit beside them.
+        max_pinned_blocks_per_tenant: how many of them one tenant may hold: one that is named in `tenants`, or
+            else whoever uses the same salt. None: all of them.
         swap_space: GiB of host memory for preempted sequences, which are moved there instead of being
             computed again where that is cheaper on this machine. 0: all are computed again. None: 0 on a
             CPU; on a GPU 4, or a quarter of the free host memory if that is less.
@@ -170,6 +173,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     num_blocks: int | None = None
     max_pinned_blocks: int | None = None
+    max_pinned_blocks_per_tenant: int | None = None
     swap_space: float | None = None
     threads: int | None = None
     cpu_isa: str = "auto"
@@ -201,6 +205,7 @@ class EngineConfig:
             ("max_model_len", 2, None, "an integer >= 2"),
             ("num_blocks", 2, None, "an integer >= 2"),
             ("max_pinned_blocks", 0, MAX_SIZE, f"an integer in 0..{MAX_SIZE}"),
+            ("max_pinned_blocks_per_tenant", 0, MAX_SIZE, f"an integer in 0..{MAX_SIZE}"),
             ("threads", 1, MAX_THREADS, f"an integer in 1..{MAX_THREADS}"),
             ("seed", 0, MAX_SEED, "an integer in 0..2^64-1"),
         ):
@@ -306,6 +311,7 @@ _HELP: Final = {
     "cuda_graphs": "replay steps of decodes from graphs, on a GPU (default: on)",
     "num_blocks": "usable cache blocks, exactly; wins over --kv-memory",
     "max_pinned_blocks": "blocks that pins and sessions may hold (default: a quarter, if all else fits)",
+    "max_pinned_blocks_per_tenant": "how many of them one tenant may hold (default: all)",
     "swap_space": "GiB of host memory for preempted sequences (default: 0 on a CPU, up to 4 on a GPU)",
     "threads": "threads that compute (default: the cores that the process may use)",
     "cpu_isa": "instruction sets of a CPU, for equal bits on unlike machines (default: the best)",

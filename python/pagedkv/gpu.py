@@ -13,7 +13,7 @@ import torch
 from pagedkv.config import EngineConfig
 from pagedkv.decode_graphs import DecodeGraphs, decode_layout, graph_sizes
 from pagedkv.kv_cache import KVCache
-from pagedkv.models import LoadedModel
+from pagedkv.models import LoadedModel, OpenedModel
 from pagedkv.models.rope import table_bytes
 from pagedkv.ops import Ops, choose
 from pagedkv.ops.cuda import CudaOps
@@ -46,17 +46,21 @@ def choose_ops(config: EngineConfig, device: torch.device) -> Ops:
     return choose(device.type, device, swizzled=config.bulk_attention)
 
 
-def cache_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:
+def cache_dtype(config: EngineConfig, model: OpenedModel | LoadedModel) -> torch.dtype:
     """The type of the elements of the cache."""
     return FP8 if config.kv_cache_dtype == "fp8" else model.dtype
 
 
-def prepare(config: EngineConfig, model: LoadedModel, ops: CudaOps) -> None:
+def prepare(config: EngineConfig, model: OpenedModel, ops: CudaOps) -> None:
     """Compiles and loads the kernels that a model needs. Raises ValueError where they cannot compute it."""
     head_dim = model.config.head_dim
     if config.block_size not in BLOCK_SIZES:
         allowed = ", ".join(map(str, BLOCK_SIZES))
         raise ValueError(f"block_size is {config.block_size}, allowed on a GPU: {allowed}")
+    for field in ("hidden_size", "intermediate_size"):
+        # As `cuda_launch.row_size` would find in the first step.
+        if (width := getattr(model.config, field)) % 8:
+            raise ValueError(f"{field} of the model is {width}, allowed on a GPU: multiples of 8")
     if config.bulk_attention:
         if int(ops.device.arch.removeprefix("sm_")) < MIN_BULK_ARCH:
             raise ValueError(

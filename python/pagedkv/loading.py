@@ -1,6 +1,8 @@
-"""From options to a running engine's parts: the model, the tokenizer, the pool and the core, in that order.
+"""From options to a running engine's parts: the tokenizer, the core, the model's weights and the cache.
 
-Called once by `LLM` and `AsyncLLM`. What was chosen, and what had to be cut, is said through the logger
+Called once by `LLM` and `AsyncLLM`. What options, the model's config and the machine say is judged before the
+weights are read, which may take minutes: only memory that cannot be had although it seemed free, and on a GPU
+what its trial finds, is refused later. What was chosen, and what had to be cut, is said through the logger
 "pagedkv".
 """
 
@@ -16,7 +18,7 @@ from pagedkv.config import EngineConfig, poison_requested
 from pagedkv.engine import Engine
 from pagedkv.front import Front
 from pagedkv.kv_cache import HostCache, KVCache
-from pagedkv.models import LoadedModel, load_model, resolve
+from pagedkv.models import LoadedModel, OpenedModel, open_model, resolve
 from pagedkv.models.rope import table_bytes
 from pagedkv.ops import CUPY_INSTALL, Ops
 from pagedkv.ops.cuda import CudaOps
@@ -55,6 +57,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     set_num_threads(config.num_threads)
     device = choose_device(config.device)
     ops = gpu.choose_ops(config, device)
+    poison = poison_requested()
     source = resolve(config.model)
     logger.info(
         "pagedkv %s, %d threads, kernels for %s, prefix caching %s",
@@ -64,41 +67,35 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
         "on" if config.enable_prefix_caching else "off",
     )
     logger.info("loading %s from %s onto %s", source.name, source.path, device)
-    loaded = load_model(source, config.dtype, device, progress=sys.stderr.isatty())
+    opened = open_model(source, config.dtype, device)
+    tokenizer = Tokenizer.load(source)
+    model_config = opened.config
+    eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
+    if isinstance(ops, CudaOps):
+        gpu.prepare(config, opened, ops)
+    plan = plan_memory(config, opened, ops)
+    num_host_blocks = plan_host(config, opened, plan)
+    core = _make_core(config, plan, eos_token_ids, num_host_blocks)
+    loaded = opened.read(progress=sys.stderr.isatty())
     logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
     loaded.model.pack(ops, release=True, progress=sys.stderr.isatty())
-    tokenizer = Tokenizer.load(source)
-    model_config = loaded.config
-    if isinstance(ops, CudaOps):
-        gpu.prepare(config, loaded, ops)
-    plan = plan_memory(config, loaded, ops)
-    kv_cache = _allocate(config, loaded, plan, device)
-    eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
-    swap = _make_swap(config, kv_cache)
-    core = _core.Core(
-        num_blocks=plan.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        eos_token_ids=eos_token_ids,
-        enable_prefix_caching=config.enable_prefix_caching,
-        tenants=[tenant.core_option for tenant in config.named_tenants],
-        max_pinned_blocks=config.max_pinned_blocks,
-        num_host_blocks=0 if swap is None else swap.num_blocks,
-    )
+    if isinstance(ops, CudaOps) and not _size_option(config):
+        # Until now the plan was the most that there could be.
+        budget = gpu.memory_for_cache(config, loaded, ops)
+        plan = _plan_pool(config, opened, budget)
+        _check_memory(config, opened, plan, ops.device.memory()[0])
+        core = _make_core(config, plan, eos_token_ids, num_host_blocks)
+    _log_plan(config, opened, plan)
     if config.enable_prefix_caching and config.max_pinned_blocks is None:
         _say_pin_budget(core.edge.stats()["blocks_pin_budget"])
+    kv_cache = _allocate(config, loaded, plan, poison=poison)
+    swap = _make_swap(kv_cache, num_host_blocks, poison=poison)
     seed = secrets.randbits(64) if config.seed is None else config.seed
     limits = Limits(plan.max_model_len, model_config.vocab_size, len(eos_token_ids))
     front = Front(core.edge, tokenizer, config, model_config, limits, seed)
-    max_num_rows = config.max_num_seqs + MAX_SAMPLES
+    runner = _make_runner(config, loaded, kv_cache, ops, swap, arena_len=core.arena_len)
     if isinstance(ops, CudaOps):
-        stage = gpu.make_stage(ops, loaded, kv_cache, core.arena_len)
-        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows, stage=stage, swap=swap)
         gpu.capture_graphs(config, loaded, ops, runner, plan.max_model_len)
-    else:
-        runner = ModelRunner(loaded, kv_cache, ops, max_num_rows=max_num_rows, swap=swap)
     if swap is not None:
         longest = min(config.max_num_batched_tokens, plan.max_model_len - 1)
         core.set_swap_costs(*measure(runner, swap, max_num_tokens=max(1, longest)))
@@ -128,32 +125,71 @@ def set_num_threads(num_threads: int) -> None:
     _core.set_num_threads(num_threads)
 
 
-def plan_memory(config: EngineConfig, model: LoadedModel, ops: Ops) -> PoolPlan:
-    """Chooses the size of the pool, with the weights already in memory, and says what was chosen."""
-    bytes_per_token = model.config.kv_bytes_per_token(gpu.cache_dtype(config, model))
+def plan_memory(config: EngineConfig, model: OpenedModel, ops: Ops) -> PoolPlan:
+    """Chooses the size of the pool, or where a trial will do that the most that it can be.
+
+    Raises ValueError if the weights do not fit into the memory, or the cache not beside them.
+    """
     free = ops.device.memory()[0] if isinstance(ops, CudaOps) else free_memory()
+    if model.num_bytes > free:
+        raise ValueError(
+            f"the weights take {format_bytes(model.num_bytes)} as {model.dtype}, but {format_bytes(free)} "
+            "are free"
+        )
+    free -= model.num_bytes
     budget = config.kv_bytes
-    if budget is None and config.num_blocks is not None:
-        budget = free
-    elif budget is None:
-        budget = gpu.memory_for_cache(config, model, ops) if isinstance(ops, CudaOps) else cpu_budget(free)
-    plan = plan_pool(
-        bytes_per_token=bytes_per_token,
+    if budget is None and config.num_blocks is None and isinstance(ops, CudaOps):
+        # The most that there could be: beside it nothing would be left for positions and steps.
+        return _plan_pool(config, model, free)
+    if budget is None:
+        budget = cpu_budget(free)
+    plan = _plan_pool(config, model, budget)
+    _check_memory(config, model, plan, free)
+    return plan
+
+
+def _plan_pool(config: EngineConfig, model: OpenedModel, budget_bytes: int) -> PoolPlan:
+    return plan_pool(
+        bytes_per_token=_bytes_per_token(config, model),
         block_size=config.block_size,
-        budget_bytes=budget,
+        budget_bytes=budget_bytes,
         num_blocks=config.num_blocks,
         model_len=model.config.max_len,
         model_reason=model.config.max_len_reason,
         max_model_len=config.max_model_len,
     )
+
+
+def _check_memory(config: EngineConfig, model: OpenedModel, plan: PoolPlan, free_bytes: int) -> None:
     check_memory(
         plan,
-        bytes_per_token=bytes_per_token,
+        bytes_per_token=_bytes_per_token(config, model),
         table_bytes_per_token=table_bytes(model.config.head_dim, 1),
         block_size=config.block_size,
-        free_bytes=free,
+        free_bytes=free_bytes,
         option=_size_option(config),
     )
+
+
+def plan_host(config: EngineConfig, model: OpenedModel, plan: PoolPlan) -> int:
+    """Blocks of host memory for preempted sequences. Raises ValueError if there cannot be as many."""
+    per_block = block_bytes(_bytes_per_token(config, model), config.block_size)
+    computes_on_gpu = model.device.type == "cuda"
+    free = free_memory()
+    if not computes_on_gpu:
+        free = max(0, free - model.num_bytes - (plan.num_blocks + 1) * per_block)
+    return host_blocks(
+        config.swap_bytes, bytes_per_block=per_block, free_bytes=free, computes_on_gpu=computes_on_gpu
+    )
+
+
+def _bytes_per_token(config: EngineConfig, model: OpenedModel) -> int:
+    return model.config.kv_bytes_per_token(gpu.cache_dtype(config, model))
+
+
+def _log_plan(config: EngineConfig, model: OpenedModel, plan: PoolPlan) -> None:
+    """Says what was chosen."""
+    bytes_per_token = _bytes_per_token(config, model)
     pool_bytes = (plan.num_blocks + 1) * block_bytes(bytes_per_token, config.block_size)
     logger.info(
         "the cache holds %d tokens in %d blocks of %d: %s, %s a token",
@@ -172,7 +208,25 @@ def plan_memory(config: EngineConfig, model: LoadedModel, ops: Ops) -> PoolPlan:
         )
     else:
         logger.info("max_model_len is %d tokens", plan.max_model_len)
-    return plan
+
+
+def _make_core(
+    config: EngineConfig, plan: PoolPlan, eos_token_ids: list[int], num_host_blocks: int
+) -> _core.Core:
+    """Builds the core. Raises ValueError for sizes that do not fit each other."""
+    return _core.Core(
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=eos_token_ids,
+        enable_prefix_caching=config.enable_prefix_caching,
+        tenants=[tenant.core_option for tenant in config.named_tenants],
+        max_pinned_blocks=config.max_pinned_blocks,
+        max_pinned_blocks_per_tenant=config.max_pinned_blocks_per_tenant,
+        num_host_blocks=num_host_blocks,
+    )
 
 
 def _say_pin_budget(num_blocks: int) -> None:
@@ -193,10 +247,10 @@ def _size_option(config: EngineConfig) -> str:
     return "kv_memory" if config.kv_memory is not None else ""
 
 
-def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: torch.device) -> KVCache:
+def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, *, poison: bool) -> KVCache:
     """Gives the model its positions, and makes the cache. Raises ValueError if the memory cannot be had."""
     try:
-        model.model.set_max_len(plan.max_model_len, device)
+        model.model.set_max_len(plan.max_model_len, model.device)
         return KVCache(
             model.config.num_layers,
             plan.num_blocks,
@@ -204,8 +258,8 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
             config.block_size,
             model.config.head_dim,
             gpu.cache_dtype(config, model),
-            device,
-            poison=poison_requested(),
+            model.device,
+            poison=poison,
         )
     except _NO_MEMORY as error:
         raise ValueError(
@@ -214,32 +268,36 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: PoolPlan, device: 
         ) from error
 
 
-def _make_swap(config: EngineConfig, kv_cache: KVCache) -> HostSwap | None:
+def _make_swap(kv_cache: KVCache, num_blocks: int, *, poison: bool) -> HostSwap | None:
     """Makes room in host memory for preempted sequences, and says so. None where there is to be none."""
-    per_block = kv_cache.block_bytes
-    computes_on_gpu = kv_cache.layers[0][0].is_cuda
-    free = free_memory()
-    if not computes_on_gpu:
-        # The pool's memory is not touched yet, and so looks free.
-        free = max(0, free - (kv_cache.num_blocks + 1) * per_block)
-    num_blocks = host_blocks(
-        config.swap_bytes, bytes_per_block=per_block, free_bytes=free, computes_on_gpu=computes_on_gpu
-    )
     if num_blocks == 0:
         return None
+    num_bytes = num_blocks * kv_cache.block_bytes
     try:
-        host_cache = HostCache(kv_cache, num_blocks, poison=poison_requested())
+        host_cache = HostCache(kv_cache, num_blocks, poison=poison)
     except _NO_MEMORY as error:
         raise ValueError(
-            f"{format_bytes(num_blocks * per_block)} of host memory cannot be had for preempted sequences, "
+            f"{format_bytes(num_bytes)} of host memory cannot be had for preempted sequences, "
             f"choose less with swap_space: {_first_line(error)}"
         ) from error
     logger.info(
-        "%s of host memory hold %d blocks of preempted sequences",
-        format_bytes(num_blocks * per_block),
-        num_blocks,
+        "%s of host memory hold %d blocks of preempted sequences", format_bytes(num_bytes), num_blocks
     )
     return HostSwap(kv_cache, host_cache)
+
+
+def _make_runner(
+    config: EngineConfig,
+    model: LoadedModel,
+    kv_cache: KVCache,
+    ops: Ops,
+    swap: HostSwap | None,
+    *,
+    arena_len: int,
+) -> ModelRunner:
+    stage = gpu.make_stage(ops, model, kv_cache, arena_len) if isinstance(ops, CudaOps) else None
+    max_num_rows = config.max_num_seqs + MAX_SAMPLES
+    return ModelRunner(model, kv_cache, ops, max_num_rows=max_num_rows, stage=stage, swap=swap)
 
 
 def _first_line(error: BaseException) -> str:

@@ -51,6 +51,7 @@ class SamplingParams:
         include_stop_str_in_output: leave the stop text, or the token that ended the answer, in the text.
         cache_priority: "low" has the blocks that the request computes evicted first once it has ended, unless
             another request, or another answer of this one, uses them as well: for what will not come again.
+            There is no "high": what shall stay is pinned.
     """
 
     n: int = 1

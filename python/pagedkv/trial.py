@@ -1,7 +1,8 @@
 """The largest steps that an engine's options allow, written as the core would write them.
 
-`gpu` has them computed at start, to see how much memory they take. They read the null block, and write
-nothing.
+`gpu` has them computed at start, before there is a cache, to see how much memory they take: they read the
+null block, and write nothing. No core writes them: it would take many steps until one has as many rows as
+there may be.
 """
 
 from collections.abc import Sequence

@@ -68,6 +68,6 @@ pub use pool::{BlockPool, BlockState};
 pub use prefix::{Parent, PrefixHit};
 pub use publish::Closest;
 pub use root::{Namespace, RootId};
-pub use share::{MAX_SHARES, Share, ShareCounts, WEIGHT_ONE};
+pub use share::{MAX_SHARES, Share, ShareCounts, WEIGHT_ONE, find_share};
 pub use table::{BlockTable, OutOfBlocks};
 pub use tier::{HostLease, HostPool};

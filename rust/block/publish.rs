@@ -90,13 +90,19 @@ impl BlockPool {
     }
 
     /// Makes a block that exactly one table holds private again, if no published block depends on it.
-    pub(super) fn unpublish_sole(&mut self, block: BlockId) -> bool {
-        let sole = self.num_tables(block) == 1 && self.is_published(block);
-        let leaf = self.index.first_child(Parent::Block(block)).is_none();
-        if sole && leaf {
+    pub(super) fn unpublish_sole(&mut self, block: BlockId) {
+        if self.num_tables(block) == 1 {
+            self.withdraw(block);
+        }
+    }
+
+    /// Takes a block that tables hold out of the index, if no published block depends on it. None of these tables may
+    /// publish anything more; see [`super::BlockTable::seal`].
+    pub fn withdraw(&mut self, block: BlockId) {
+        let is_leaf = self.index.first_child(Parent::Block(block)).is_none();
+        if is_leaf && self.is_published(block) && self.num_tables(block) > 0 {
             self.unpublish(block);
         }
-        sole && leaf
     }
 
     /// Forgets everything that is published, and returns how many blocks that was. Idle blocks become free;

@@ -23,6 +23,14 @@ pub struct Share {
     pub weight: u32,
 }
 
+/// The place among `named` of the share of a salt: its own, or else one whose name it begins with.
+pub fn find_share(named: &[Share], salt: &[u8]) -> Option<usize> {
+    let is_own = |share: &Share| share.salt == salt;
+    let is_longer = |share: &Share| share.is_prefix && salt.starts_with(&share.salt);
+    let own = named.iter().position(is_own);
+    own.or_else(|| named.iter().position(is_longer))
+}
+
 /// How one share stands.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct ShareCounts {
@@ -55,13 +63,9 @@ impl Shares {
         self.counts.len()
     }
 
-    /// The share of a salt: its own if it is named, or else that of a name which it begins with.
+    /// The share of a salt; see [`find_share`].
     pub(super) fn of_salt(&self, salt: &[u8]) -> u8 {
-        let exact = |share: &&Share| share.salt == salt;
-        let longer = |share: &&Share| share.is_prefix && salt.starts_with(&share.salt);
-        let found = self.named.iter().find(exact).or(self.named.iter().find(longer));
-        let place = found.and_then(|found| self.named.iter().position(|share| share == found));
-        place.map_or(0, |place| u8::try_from(place + 1).expect("few shares"))
+        find_share(&self.named, salt).map_or(0, |place| u8::try_from(place + 1).expect("few shares"))
     }
 
     /// A block was published.

@@ -10,6 +10,9 @@ use super::root::RootId;
 use crate::ids::BlockId;
 use std::fmt;
 
+/// The epoch of tables that publish nothing: the pool never gets there.
+const SEALED: u64 = u64::MAX;
+
 /// Blocks that an operation needs and the pool does not have. Nothing was changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OutOfBlocks {
@@ -397,14 +400,9 @@ impl BlockTable {
         dropped
     }
 
-    /// Takes what only this table holds, and nobody went on from, out of the index again, from the last block back: what
-    /// it holds may be wrong. The table keeps its blocks.
-    pub fn withdraw(&mut self, pool: &mut BlockPool) {
-        while let Some(last) = self.num_published.checked_sub(1)
-            && pool.unpublish_sole(self.blocks[last as usize])
-        {
-            self.num_published = last;
-        }
+    /// Has the table publish nothing any more, as if the pool had forgotten everything: what it holds may be wrong.
+    pub fn seal(&mut self) {
+        self.epoch = SEALED;
     }
 
     /// Releases the blocks from `num_blocks` on, tail first; those that are published stay findable.

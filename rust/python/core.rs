@@ -91,7 +91,8 @@ impl Core {
     #[pyo3(signature = (
         *, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=Vec::new(),
         enable_prefix_caching=true, partial_matching=true, eviction="turn",
-        tenants=Vec::new(), max_pinned_blocks=None, max_queued_requests=4096, num_host_blocks=0
+        tenants=Vec::new(), max_pinned_blocks=None, max_pinned_blocks_per_tenant=None,
+        max_queued_requests=4096, num_host_blocks=0
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -109,6 +110,7 @@ impl Core {
         eviction: &str,
         tenants: Vec<explain::Tenant>,
         max_pinned_blocks: Option<u32>,
+        max_pinned_blocks_per_tenant: Option<u32>,
         max_queued_requests: u32,
         num_host_blocks: u32,
     ) -> PyResult<Self> {
@@ -128,6 +130,7 @@ impl Core {
             eviction: eviction.parse().map_err(PyValueError::new_err::<String>)?,
             tenants: tenants.into_iter().map(explain::share).collect(),
             max_pinned_blocks: max_pinned_blocks.unwrap_or(0),
+            max_pinned_blocks_per_tenant,
             max_queued_requests,
             host,
         };

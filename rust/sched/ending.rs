@@ -23,22 +23,27 @@ impl Scheduler {
     }
 
     /// Ends the requests of rows of the oldest step in flight that could not be sampled. What the step computed of them is
-    /// void, as if they had been aborted while it was: nobody is to find a block of whatever made such logits. Nor what
-    /// earlier steps did: a prefix that is bad would fail every request that finds it, and stay because it is found.
+    /// void, as if they had been aborted while it was: nobody is to find a block of whatever made such logits, nor, if
+    /// that may be bad as well, what earlier steps computed.
     pub(super) fn end_unsampled(&mut self, tokens: &[i32]) {
+        if tokens.iter().all(|&token| token >= 0) {
+            return;
+        }
         let Some(step) = self.steps.oldest() else {
             return;
         };
-        let rows = tokens.iter().zip(&step.rows);
-        let unsampled = rows.filter(|&(&token, _)| token < 0);
-        let requests: Vec<RequestId> = unsampled.map(|(_, row)| row_request(row)).collect();
-        for request in requests {
-            for idx in self.sequences_of(request) {
-                if let Some(table) = self.sequences.get_mut(idx).table.as_mut() {
-                    table.withdraw(&mut self.pool);
-                }
-                self.end_sequence(idx, FinishReason::Error, true);
-            }
+        let (mut failed, mut sampled) = (Vec::new(), Vec::new());
+        for (&token, row) in tokens.iter().zip(&step.rows) {
+            let requests = if token < 0 { &mut failed } else { &mut sampled };
+            requests.push(row_request(row));
+        }
+        failed.sort_unstable();
+        failed.dedup();
+        let failed = failed.into_iter().flat_map(|request| self.sequences_of(request));
+        let failed: Vec<SeqIdx> = failed.collect();
+        self.withdraw(&failed, &sampled);
+        for idx in failed {
+            self.end_sequence(idx, FinishReason::Error, true);
         }
     }
 

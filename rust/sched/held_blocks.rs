@@ -32,22 +32,26 @@ impl HeldBlocks {
         self.num_holders[block.index()] == 1
     }
 
-    /// A hold takes these blocks.
-    pub(super) fn add(&mut self, blocks: &[BlockId]) {
+    /// A hold takes these blocks. Returns how many of them nobody held.
+    pub(super) fn add(&mut self, blocks: &[BlockId]) -> u32 {
+        let before = self.len;
         for block in blocks {
             let num_holders = &mut self.num_holders[block.index()];
             self.len += u32::from(*num_holders == 0);
             *num_holders += 1;
         }
+        self.len - before
     }
 
-    /// A hold gives these blocks up.
-    pub(super) fn remove(&mut self, blocks: &[BlockId]) {
+    /// A hold gives these blocks up. Returns how many of them nobody holds any more.
+    pub(super) fn remove(&mut self, blocks: &[BlockId]) -> u32 {
+        let before = self.len;
         for block in blocks {
             let num_holders = &mut self.num_holders[block.index()];
             *num_holders -= 1;
             self.len -= u32::from(*num_holders == 0);
         }
+        before - self.len
     }
 
     /// Checks the counts against the blocks of every hold.

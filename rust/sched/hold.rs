@@ -4,8 +4,9 @@
 //! All holds together have a budget of blocks. A request that shall leave a hold behind opens a [`Promise`] first,
 //! which sets aside what it may need at most; so the budget is never exceeded, and since the pool without the budget
 //! holds the longest sequence, holds can keep nobody from being admitted for good. Blocks that several holds share
-//! count once.
+//! count once. A tenant may be kept to a part of the budget.
 
+mod accounts;
 mod check;
 mod promise;
 
@@ -13,12 +14,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use crate::block::{BlockPool, BlockTable};
+use crate::config::CoreConfig;
 use crate::error::HoldError;
 use crate::ids::{BlockId, RequestId};
 
 use super::held_blocks::HeldBlocks;
 use super::hold_key::{HoldKey, HoldKind, HoldView};
 
+use accounts::Accounts;
 pub(super) use promise::Promise;
 
 /// Pins and sessions, and those that are being made, at most. Forks of a session cost no blocks, but memory.
@@ -79,6 +82,7 @@ pub(super) struct Holds {
     num_pins: usize,
     promises: BTreeMap<u64, Promise>,
     blocks: HeldBlocks,
+    accounts: Accounts,
     /// Blocks set aside by promises.
     num_promised: u32,
     /// Tokens that are kept; what forks share counts once.
@@ -89,9 +93,9 @@ pub(super) struct Holds {
 }
 
 impl Holds {
-    pub(super) fn new(budget: u32, num_blocks: u32) -> Self {
+    pub(super) fn new(config: &CoreConfig) -> Self {
         Self {
-            budget,
+            budget: config.max_pinned_blocks,
             now_ms: 0,
             by_number: BTreeMap::new(),
             by_key: BTreeMap::new(),
@@ -99,7 +103,8 @@ impl Holds {
             pins_by_first: HashMap::new(),
             num_pins: 0,
             promises: BTreeMap::new(),
-            blocks: HeldBlocks::new(num_blocks),
+            blocks: HeldBlocks::new(config.num_blocks),
+            accounts: Accounts::new(config.tenants.clone(), config.max_pinned_blocks_per_tenant),
             num_promised: 0,
             num_tokens: 0,
             max_tokens: MAX_TOKENS,
@@ -174,13 +179,14 @@ impl Holds {
         hold.appending = Some(number);
     }
 
-    /// Whether the blocks of a table fit beside those that are held and promised.
-    pub(super) fn has_room_for(&self, table: &BlockTable) -> bool {
+    /// Whether the blocks of a tenant's table fit beside those that are held and promised.
+    pub(super) fn has_room_for(&self, salt: &[u8], table: &BlockTable) -> bool {
         let new = table
             .blocks()
             .iter()
             .filter(|&&block| !self.blocks.contains(block));
-        u32::try_from(new.count()).expect("tables are short") <= self.num_left()
+        let num_left = self.num_left().min(self.accounts.num_left(salt));
+        u32::try_from(new.count()).expect("tables are short") <= num_left
     }
 
     /// Blocks of the budget that are neither held nor promised.
@@ -199,7 +205,9 @@ impl Holds {
         }
         self.by_expiry.insert((hold.expires_at_ms, number));
         self.by_key.insert(hold.key.clone(), number);
-        self.blocks.add(hold.blocks());
+        let num_new = self.blocks.add(hold.blocks());
+        self.accounts
+            .change(&hold.key.salt, |account| account.held += num_new);
         self.num_pins += usize::from(hold.key.kind == HoldKind::Pin);
         if let (HoldKind::Pin, Some(&first)) = (hold.key.kind, hold.blocks().first()) {
             self.pins_by_first.entry(first).or_default().push(number);
@@ -248,7 +256,9 @@ impl Holds {
                 self.pins_by_first.remove(first);
             }
         }
-        self.blocks.remove(table.blocks());
+        let num_free = self.blocks.remove(table.blocks());
+        self.accounts
+            .change(&hold.key.salt, |account| account.held -= num_free);
         table.release(pool);
     }
 
@@ -275,7 +285,9 @@ impl Holds {
             let before = table.blocks().to_vec();
             table.truncate(pool, hold.num_computed);
             table.publish_tail(pool, &hold.tokens, hold.num_computed);
-            self.blocks.remove(&before[table.blocks().len()..]);
+            let num_free = self.blocks.remove(&before[table.blocks().len()..]);
+            self.accounts
+                .change(&hold.key.salt, |account| account.held -= num_free);
         }
     }
 
@@ -373,7 +385,22 @@ mod tests {
             eviction: crate::block::Eviction::Lru,
             hash_key: [1, 2, 3, 4],
         });
-        let mut holds = Holds::new(0, 4);
+        let mut holds = Holds::new(&CoreConfig {
+            num_blocks: 4,
+            block_size: 4,
+            max_num_seqs: 1,
+            max_num_batched_tokens: 1,
+            max_model_len: 16,
+            eos_token_ids: Vec::new(),
+            prefix_caching: false,
+            partial_matching: true,
+            eviction: crate::block::Eviction::Lru,
+            tenants: Vec::new(),
+            max_pinned_blocks: 0,
+            max_pinned_blocks_per_tenant: None,
+            max_queued_requests: 1,
+            host: crate::config::HostTier::default(),
+        });
         holds.max_tokens = 20;
         let session = |name: &str, tokens: Arc<[u32]>| Hold {
             key: key(name),

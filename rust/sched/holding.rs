@@ -257,7 +257,7 @@ impl Scheduler {
             }
         }
         let before = self.holds.remove(&mut self.pool, &promise.key);
-        let table = self.table_to_keep(sequence);
+        let table = self.table_to_keep(&promise.key.salt, sequence);
         if is_pin && table.is_none() {
             // The cache was reset while the prompt was computed: nothing of it can be found.
             return;
@@ -277,12 +277,12 @@ impl Scheduler {
 
     /// The table of a sequence that has ended, if what it holds can be found and fits into the budget. It does not fit
     /// only if what the promise counted on was deleted meanwhile.
-    fn table_to_keep(&mut self, sequence: &mut Sequence) -> Option<BlockTable> {
+    fn table_to_keep(&mut self, salt: &[u8], sequence: &mut Sequence) -> Option<BlockTable> {
         let can_keep = |table: &BlockTable| {
             table.is_findable(&self.pool)
                 && self.pool.prefix_caching()
                 && sequence.model_epoch == self.model_epoch
-                && self.holds.has_room_for(table)
+                && self.holds.has_room_for(salt, table)
         };
         if sequence.table.as_ref().is_some_and(can_keep) {
             sequence.table.take()

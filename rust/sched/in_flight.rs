@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 
 use crate::block::BlockTable;
 use crate::ids::BlockId;
+use crate::sync::Stats;
 
 use super::budget::Scheduled;
 use super::request::CachePriority;
@@ -33,9 +34,30 @@ pub(super) struct StepInFlight {
     pub(super) beams: Vec<(u32, u32)>,
     /// Blocks that its copies and its moves from host memory fill: before that, nobody may find them.
     filled: Vec<BlockId>,
+    /// What it moves, which is counted when it was.
+    pub(super) moves: Moves,
     fences: Vec<Fence>,
     /// Places of sequences that ended meanwhile: a part that names one is void, so nobody else may be there yet.
     vacated: Vec<SeqIdx>,
+}
+
+/// How much a step moves.
+#[derive(Clone, Copy, Default, Debug)]
+pub(super) struct Moves {
+    copies: u32,
+    swapped_out_blocks: u32,
+    swapped_in_blocks: u32,
+    pub(super) swapped_in_tokens: u32,
+}
+
+impl Moves {
+    /// Counts them as made.
+    pub(super) fn count(self, stats: &mut Stats) {
+        stats.copies += u64::from(self.copies);
+        stats.swapped_out_blocks += u64::from(self.swapped_out_blocks);
+        stats.swapped_in_blocks += u64::from(self.swapped_in_blocks);
+        stats.swapped_in_tokens += u64::from(self.swapped_in_tokens);
+    }
 }
 
 /// A table of a sequence that has ended, held for a step that may still touch its blocks.
@@ -56,6 +78,7 @@ impl StepInFlight {
         self.rows.clear();
         self.beams.clear();
         self.filled.clear();
+        self.moves = Moves::default();
     }
 }
 
@@ -127,6 +150,9 @@ impl Scheduler {
         }
         let mut step = std::mem::take(&mut self.building);
         step.id = header.step_id;
+        step.moves.copies = header.num_copies;
+        step.moves.swapped_out_blocks = header.num_swaps_out;
+        step.moves.swapped_in_blocks = header.num_swaps_in;
         step.filled.extend(self.copies.iter().map(|&(_, copy)| copy));
         let incoming = self
             .swaps

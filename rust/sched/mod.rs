@@ -46,6 +46,7 @@ mod scheduler;
 mod sequence;
 mod slab;
 mod step;
+mod suspects;
 mod swap;
 mod token_ids;
 

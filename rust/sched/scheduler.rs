@@ -95,7 +95,7 @@ impl Scheduler {
             hash_key,
         };
         let pool = BlockPool::with_shares(sizes, config.tenants.clone());
-        let holds = Holds::new(config.max_pinned_blocks, config.num_blocks);
+        let holds = Holds::new(&config);
         let shared = Arc::new(Shared {
             config: config.clone(),
             hasher: pool.hasher(),
@@ -246,6 +246,7 @@ impl Scheduler {
         self.take_rows(&step, tokens, candidates, states);
         self.report_rows(&step, tokens, states);
         let has_beams = !step.beams.is_empty();
+        step.moves.count(&mut self.stats);
         self.end_step(step);
         self.stats.steps += 1;
         let num_void = states.iter().filter(|&&state| state == VOID).count();
@@ -399,7 +400,6 @@ impl Scheduler {
         );
         self.building.rows.extend_from_slice(rows);
         self.building.beams = beam_rows;
-        self.stats.copies += self.copies.len() as u64;
         header
     }
 

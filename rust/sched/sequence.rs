@@ -131,6 +131,11 @@ impl Sequence {
         self.num_tokens() - self.prompt_len
     }
 
+    /// Whether its newest token was sampled from all that its table holds computed.
+    pub(super) fn has_proven(&self) -> bool {
+        self.num_generated() > 0 && self.num_remaining() <= 1
+    }
+
     pub(super) fn table(&self) -> &BlockTable {
         self.table.as_ref().expect("a running sequence has a block table")
     }

@@ -96,7 +96,6 @@ impl Scheduler {
             device,
             host,
         }));
-        self.stats.swapped_out_blocks += u64::from(num_blocks);
         self.stats.num_swapped += 1;
         Some(Swapped {
             lease,
@@ -146,8 +145,7 @@ impl Scheduler {
                 device,
                 host,
             }));
-        self.stats.swapped_in_blocks += devices.len() as u64;
-        self.stats.swapped_in_tokens += u64::from(start.num_computed - start.num_found);
+        self.building.moves.swapped_in_tokens += start.num_computed - start.num_found;
         self.host.give_back_after(swapped.lease, self.step_id);
     }
 

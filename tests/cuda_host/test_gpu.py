@@ -1,6 +1,7 @@
 """What is particular to loading onto a GPU: its options, and memory sized by a trial of the largest steps."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from host_device import HostDevice
 from pagedkv import gpu
 from pagedkv.batch import StepBatch, arena_section
 from pagedkv.config import EngineConfig
+from pagedkv.models import OpenedModel, open_model
 from pagedkv.ops.cuda import CudaOps
 from pagedkv.trial import TrialStep
 from test_engine import checkpoint, engine, prompts  # noqa: F401 - the fixture
@@ -69,6 +71,14 @@ def test_a_gpu_that_is_full_is_refused(checkpoint, monkeypatch):  # noqa: F811
         sized(checkpoint, monkeypatch, gpu_memory_utilization=0.4)
 
 
+def test_what_no_trial_could_allow_is_refused_before_the_weights_are_read(checkpoint, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(OpenedModel, "read", lambda *_args, **_options: pytest.fail("the weights were read"))
+    with pytest.raises(ValueError, match=r"^max_model_len is 9000, allowed: 2\.\.8192, the length"):
+        sized(checkpoint, monkeypatch, max_model_len=9000)
+    with pytest.raises(ValueError, match=r"^max_pinned_blocks is 16000, allowed: 0 to"):
+        sized(checkpoint, monkeypatch, max_pinned_blocks=16000)
+
+
 def test_a_size_that_is_given_needs_no_trial(checkpoint, monkeypatch):  # noqa: F811
     for given in ({"kv_memory": "4MiB"}, {"num_blocks": 50}):
         _, device = sized(checkpoint, monkeypatch, **given)
@@ -98,8 +108,17 @@ def test_options_of_a_gpu_are_refused_on_a_cpu(options):
 
 
 def test_blocks_that_the_kernels_cannot_read_are_refused_at_start(checkpoint, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(OpenedModel, "read", lambda *_args, **_options: pytest.fail("the weights were read"))
     with pytest.raises(ValueError, match=r"^block_size is 4, allowed on a GPU: 8, 16, 32, 64, 128, 256$"):
         engine(checkpoint, monkeypatch, CudaOps(HostDevice()), block_size=4, cuda_graphs=False)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size"])
+def test_rows_that_the_kernels_cannot_read_are_refused_at_start(checkpoint, field):  # noqa: F811
+    opened = open_model(checkpoint.path, "float16")
+    odd = replace(opened, config=replace(opened.config, **{field: 100}))
+    with pytest.raises(ValueError, match=f"^{field} of the model is 100, allowed on a GPU: multiples of 8$"):
+        gpu.prepare(EngineConfig(), odd, CudaOps(HostDevice()))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +129,7 @@ def test_blocks_that_the_kernels_cannot_read_are_refused_at_start(checkpoint, mo
     ],
 )
 def test_bulk_copies_want_a_gpu_that_has_them(checkpoint, monkeypatch, arch, changes, message):  # noqa: F811
+    monkeypatch.setattr(OpenedModel, "read", lambda *_args, **_options: pytest.fail("the weights were read"))
     ops = CudaOps(HostDevice(arch), swizzled=True)
     with pytest.raises(ValueError, match=message):
         engine(checkpoint, monkeypatch, ops, bulk_attention=True, **changes)

@@ -1,12 +1,14 @@
 """From options to an engine: the size of the pool, the longest length, the device."""
 
 import logging
+import shutil
 
 import pytest
 import torch
 
 from pagedkv import LLM, InvalidRequest, SamplingParams, loading
-from pagedkv.errors import BackendUnavailable
+from pagedkv.errors import BackendUnavailable, ModelError
+from pagedkv.models import OpenedModel, load_model, open_model
 from tiny_llm import assert_at_rest, check_all
 
 
@@ -79,6 +81,64 @@ def test_positions_beyond_the_memory_are_refused(monkeypatch, checkpoint):
         ValueError, match=r"^max_model_len is 8192, whose positions take 1\.00 MiB beside a cache"
     ):
         LLM(**checkpoint.options | {"num_blocks": 512, "max_model_len": None})
+
+
+TENANTS = [
+    {"name": "a", "cache_salt": "a", "min_blocks": 300},
+    {"name": "b", "cache_salt": "b", "min_blocks": 200},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_model_len": 8193, "num_blocks": 600},
+            r"^max_model_len is 8193, allowed: 2\.\.8192, the length",
+        ),
+        ({"max_model_len": 6401}, r"^max_model_len is 6401, allowed: 2\.\.6400, because the pool holds 400"),
+        ({"num_blocks": 2**28}, r"^num_blocks is 268435456, allowed: 2\.\.134217726"),
+        (
+            {"num_blocks": None, "kv_memory": "16KiB"},
+            r"^kv_memory is 16\.00 KiB, allowed: at least 24\.00 KiB",
+        ),
+        ({"swap_space": 1e-9}, r"^swap_space is 1 bytes, allowed: 0, or at least 8\.00 KiB"),
+        ({"swap_space": 2**20}, r"^swap_space is 1024\.00 TiB, but .* of host memory are free"),
+        ({"max_pinned_blocks": 369}, r"^max_pinned_blocks is 369, allowed: 0 to 368, so that a sequence"),
+        (
+            {"max_pinned_blocks": 9, "max_pinned_blocks_per_tenant": 10},
+            r"^max_pinned_blocks_per_tenant is 10, allowed: 0 to 9, which is max_pinned_blocks$",
+        ),
+        ({"tenants": TENANTS}, r"^min_blocks is 500, allowed: up to 400 for all tenants together"),
+        ({"kv_cache_dtype": "fp8"}, r"^kv_cache_dtype is 'fp8', which needs a GPU"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused_before_the_weights_are_read(monkeypatch, checkpoint, options, message):
+    monkeypatch.setattr(OpenedModel, "read", lambda *_args, **_options: pytest.fail("the weights were read"))
+    with pytest.raises(ValueError, match=message):
+        LLM(**checkpoint.options | options)
+
+
+def test_files_that_make_no_tokenizer_are_refused_before_the_weights_are_read(
+    monkeypatch, checkpoint, tmp_path
+):
+    monkeypatch.setattr(OpenedModel, "read", lambda *_args, **_options: pytest.fail("the weights were read"))
+    copy = shutil.copytree(checkpoint.path, tmp_path / "copy")
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        LLM(**checkpoint.options | {"model": str(copy)})
+    monkeypatch.setenv("PAGEDKV_POISON", "maybe")
+    with pytest.raises(ValueError, match=r"^PAGEDKV_POISON is 'maybe', allowed: 0 or 1"):
+        LLM(**checkpoint.options)
+
+
+def test_weights_beyond_the_memory_are_refused(monkeypatch, checkpoint):
+    num_bytes = open_model(checkpoint.path).num_bytes
+    assert num_bytes == load_model(checkpoint.path).num_bytes
+    monkeypatch.setattr(loading, "free_memory", lambda: num_bytes - 1)
+    with pytest.raises(ValueError, match=r"^the weights take .* as torch\.float32, but .* are free$"):
+        LLM(**checkpoint.options)
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])

@@ -1,5 +1,6 @@
 //! Pins and sessions against the simulator: what they keep, what they cost, how they end.
 
+use pagedkv::block::{Share, WEIGHT_ONE};
 use pagedkv::config::CoreConfig;
 use pagedkv::error::{HoldError, SubmitError};
 use pagedkv::ids::RequestId;
@@ -294,6 +295,70 @@ fn the_budget_is_kept_and_said() {
     run_keeping(&mut simulator, session("a"), &prompt(4, 15), 1, false);
     assert_eq!(pinned(&simulator), 8);
     assert!(submit_keeping(&mut simulator, session("a"), &prompt(4, 16), &steadily(2), false).is_err());
+}
+
+#[test]
+fn one_tenant_cannot_take_the_whole_budget() {
+    // A tenant that was named is one whichever salts it uses; of the others each salt is one.
+    let named = Share {
+        salt: b"acme/".to_vec(),
+        is_prefix: true,
+        floor: 0,
+        weight: WEIGHT_ONE,
+    };
+    let mut simulator = Simulator::new(CoreConfig {
+        tenants: vec![named],
+        max_pinned_blocks_per_tenant: Some(4),
+        ..sizes(24, 4, 10)
+    });
+    let pin_of = |salt: &[u8], name: &str| key(HoldKind::Pin, salt, name);
+    run_keeping(&mut simulator, pin_of(b"acme/1", "a"), &prompt(1, 12), 1, false);
+    let mut refused = |salt: &[u8], len: usize| {
+        submit_keeping(
+            &mut simulator,
+            pin_of(salt, "b"),
+            &prompt(2, len),
+            &steadily(1),
+            false,
+        )
+        .unwrap_err()
+        .to_string()
+    };
+    let message = "the pin needs up to 2 more blocks of 4 tokens, but of the 4 that a tenant's pins and sessions may \
+                   have (max_pinned_blocks_per_tenant) 3 are held and 0 promised, so 1 are left";
+    assert_eq!(refused(b"acme/2", 8), message);
+    assert!(
+        refused(b"other", 17).contains("needs up to 5 more blocks of 4 tokens, but of the 4 that a tenant's")
+    );
+    // What it has already, and what it gives up, does not count against it.
+    run_keeping(&mut simulator, pin_of(b"acme/1", "b"), &prompt(1, 16), 1, false);
+    run_keeping(&mut simulator, pin_of(b"other", "a"), &prompt(1, 16), 1, false);
+    assert_eq!(pinned(&simulator), 8);
+    let message = submit_keeping(
+        &mut simulator,
+        pin_of(b"more", "a"),
+        &prompt(3, 12),
+        &steadily(1),
+        false,
+    )
+    .unwrap_err()
+    .to_string();
+    assert!(
+        message.contains("of the 10 that pins and sessions may have together"),
+        "{message}"
+    );
+    simulator.scheduler.delete_hold(&pin_of(b"acme/1", "b")).unwrap();
+    simulator.scheduler.delete_hold(&pin_of(b"acme/1", "a")).unwrap();
+    run_keeping(&mut simulator, pin_of(b"acme/3", "a"), &prompt(4, 16), 1, false);
+
+    let too_much = CoreConfig {
+        max_pinned_blocks_per_tenant: Some(11),
+        ..sizes(24, 4, 10)
+    };
+    assert_eq!(
+        too_much.validate().unwrap_err().to_string(),
+        "max_pinned_blocks_per_tenant is 11, allowed: 0 to 10, which is max_pinned_blocks"
+    );
 }
 
 #[test]

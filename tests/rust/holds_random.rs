@@ -341,11 +341,12 @@ impl World {
     }
 }
 
-fn world(num_blocks: u32, block_size: u32, max_pinned_blocks: u32, overlap: bool) -> World {
+fn world(num_blocks: u32, block_size: u32, [budget, per_tenant]: [u32; 2], overlap: bool) -> World {
     let sizes = CoreConfig {
+        max_pinned_blocks_per_tenant: (per_tenant <= budget).then_some(per_tenant),
         max_num_seqs: 5,
         max_num_batched_tokens: 24,
-        ..sizes(num_blocks, block_size, max_pinned_blocks)
+        ..sizes(num_blocks, block_size, budget)
     };
     World {
         simulator: Simulator::with_overlap(sizes, overlap),
@@ -363,10 +364,12 @@ proptest! {
         operations in operations(),
         num_unpinned in 10u32..20,
         max_pinned_blocks in 0u32..24,
+        per_tenant in 0u32..30,
         block_size in prop_oneof![Just(2u32), Just(4), Just(8)],
         overlap in any::<bool>(),
     ) {
-        let mut world = world(num_unpinned + max_pinned_blocks, block_size, max_pinned_blocks, overlap);
+        let budgets = [max_pinned_blocks, per_tenant];
+        let mut world = world(num_unpinned + max_pinned_blocks, block_size, budgets, overlap);
         for operation in &operations {
             world.apply(operation);
         }

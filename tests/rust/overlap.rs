@@ -300,6 +300,62 @@ fn nobody_finds_what_was_computed_of_a_row_that_could_not_be_sampled() {
     }
 }
 
+/// As long as another request holds them, whoever comes would find them, and fail: without an end if they keep coming.
+#[test]
+fn nobody_finds_bad_chunks_although_others_hold_them() {
+    for overlap in [false, true] {
+        let mut config = config(60, 4);
+        config.max_num_batched_tokens = 18;
+        let mut simulator = Simulator::with_overlap(config, overlap);
+        let long = |last: u32| [prompt(0, 40), vec![last]].concat();
+        let broken = simulator.submit(&long(1), &steadily(8));
+        simulator.broken.insert(broken);
+        simulator.step();
+        // Another one finds what was computed so far, and is at its own prompt when the first one fails.
+        let longer = [prompt(0, 32), prompt(2, 60)].concat();
+        let late = simulator.submit(&longer, &steadily(8));
+        while !simulator.ended.contains_key(&(broken, 0)) {
+            simulator.step().expect("somebody runs");
+        }
+        let next = simulator.submit(&long(4), &steadily(8));
+        simulator.run(400);
+        assert_eq!(simulator.ended[&(broken, 0)], 4);
+        assert!(simulator.cached[&late] > 0);
+        assert_eq!(
+            simulator.cached[&next], 0,
+            "another one held what the broken one left"
+        );
+        simulator.assert_complete((late, 0), &longer, &steadily(8));
+        simulator.assert_complete((next, 0), &long(4), &steadily(8));
+        // What was computed since is found again.
+        let again = simulator.submit(&long(5), &steadily(8));
+        simulator.run(400);
+        assert_eq!(simulator.cached[&again], 40);
+        simulator.assert_empty();
+    }
+}
+
+/// What somebody was sampled from is good: it stays for others, whoever fails beyond it.
+#[test]
+fn what_others_were_sampled_from_is_found_although_somebody_fails_beyond_it() {
+    for overlap in [false, true] {
+        let mut simulator = Simulator::with_overlap(config(60, 4), overlap);
+        let alike = |last: u32| [prompt(0, 20), vec![last; 5]].concat();
+        let good = simulator.submit(&alike(1), &steadily(30));
+        simulator.step();
+        simulator.step();
+        let broken = simulator.submit(&alike(2), &steadily(8));
+        simulator.broken.insert(broken);
+        simulator.step();
+        simulator.step();
+        let next = simulator.submit(&alike(3), &steadily(8));
+        simulator.run(200);
+        assert_eq!(simulator.ended[&(broken, 0)], 4);
+        assert_eq!(simulator.cached[&next], 20);
+        simulator.assert_complete((good, 0), &alike(1), &steadily(30));
+    }
+}
+
 /// A session that ends in a step while the next one is in flight keeps what is computed, not what is void.
 #[test]
 fn a_session_keeps_what_was_computed_when_it_ended() {

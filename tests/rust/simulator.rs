@@ -34,6 +34,7 @@ pub(crate) fn config(num_blocks: u32, block_size: u32) -> CoreConfig {
         eviction: pagedkv::block::Eviction::Turn,
         tenants: Vec::new(),
         max_pinned_blocks: 0,
+        max_pinned_blocks_per_tenant: None,
         max_queued_requests: 64,
         host: HostTier::default(),
     }

@@ -233,7 +233,12 @@ fn the_moves_of_a_failed_step_were_not_made() {
     assert_eq!(simulator.ended[&(ids[0], 0)], 4);
     simulator.assert_complete((ids[1], 0), &prompt(2, PROMPT_LEN), &params());
     simulator.assert_empty();
-    assert_eq!(stats(&simulator).swapped_in_blocks, 0);
+    let stats = stats(&simulator);
+    assert_eq!(
+        (stats.swapped_out_blocks, stats.swapped_in_blocks),
+        (0, 0),
+        "counted as not made"
+    );
 }
 
 #[test]
@@ -248,6 +253,9 @@ fn a_failed_step_that_brings_blocks_in_loses_its_own_requests_alone() {
     }
     let header = simulator.fail().unwrap();
     assert!(header.num_swaps_in > 0, "the second request comes back");
+    let now = stats(&simulator);
+    assert!(now.swapped_out_blocks > 0);
+    assert_eq!((now.swapped_in_blocks, now.swapped_in_tokens), (0, 0));
     simulator.run(1000);
     assert_eq!(simulator.ended[&(ids[1], 0)], 4);
     simulator.assert_complete((ids[0], 0), &prompt(1, PROMPT_LEN), &params());

@@ -1,6 +1,7 @@
 """Turns a `ModelSource` into a model: config, dtype, weights."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from pagedkv.models.gguf_file import GGUFFile
 from pagedkv.models.hf_config import read_hf_config
 from pagedkv.models.llama import LlamaForCausalLM
 from pagedkv.models.resolve import ModelSource, resolve
-from pagedkv.models.weights import LAYERS, Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint, load_weights
+from pagedkv.models.weights import (
+    HEAD,
+    LAYERS,
+    Checkpoint,
+    GGUFCheckpoint,
+    SafetensorsCheckpoint,
+    find_sources,
+    load_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +43,47 @@ class LoadedModel:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
 
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose files fit its config, before its weights are read.
+
+    Attributes:
+        network: the model on the meta device, which `read` fills in.
+        config: its shape.
+        dtype: what it will compute in.
+        device: where its weights will be.
+        sources: which tensor of the checkpoint each parameter is read from.
+    """
+
+    network: LlamaForCausalLM
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    checkpoint: Checkpoint
+    sources: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the weights take at least: a head that is stored may turn out to be the embedding."""
+        parameters = dict(self.network.named_parameters())
+        tied = {HEAD} if self.config.tie_word_embeddings else set()
+        return sum(parameters[name].numel() for name in self.sources.keys() - tied) * self.dtype.itemsize
+
+    def read(self, *, progress: bool = False) -> LoadedModel:
+        """Reads the weights, once. `progress`: show a bar."""
+        load_weights(
+            self.network,
+            self.config,
+            self.checkpoint,
+            self.sources,
+            self.dtype,
+            self.device,
+            progress=progress,
+        )
+        self.network.eval()
+        return LoadedModel(self.network, self.config, self.dtype, self.device)
+
+
 def read_config(source: ModelSource) -> ModelConfig:
     """What the model says of itself, without its weights.
 
@@ -48,21 +98,18 @@ def read_config(source: ModelSource) -> ModelConfig:
     return read_hf_config(config, source.read_json("generation_config.json"))
 
 
-def load_model(
+def open_model(
     model: str | Path | ModelSource | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
-    *,
-    progress: bool = False,
-) -> LoadedModel:
-    """Loads a model.
+) -> OpenedModel:
+    """Finds a model, and reads all but its weights.
 
     Args:
         model: What `resolve` takes, or what it returned.
         dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the checkpoint's; for GGUF it is
             bfloat16 where the device computes in it, else float32.
         device: Where the weights shall be.
-        progress: Show a bar.
 
     Raises:
         ModelError: The model cannot be found, read or run.
@@ -74,11 +121,21 @@ def load_model(
     resolved = _dtype(dtype, config, checkpoint, device)
     with torch.device("meta"):
         network = LlamaForCausalLM(config)
-    load_weights(network, config, checkpoint, resolved, device, progress=progress)
-    network.eval()
+    sources = find_sources(network, config, checkpoint)
     if config.max_len_cap is not None:
         logger.info("sequences are limited to %d tokens: %s", config.max_len, config.max_len_reason)
-    return LoadedModel(network, config, resolved, device)
+    return OpenedModel(network, config, resolved, device, checkpoint, sources)
+
+
+def load_model(
+    model: str | Path | ModelSource | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    progress: bool = False,
+) -> LoadedModel:
+    """`open_model`, and the weights as well. `progress`: show a bar."""
+    return open_model(model, dtype, device).read(progress=progress)
 
 
 def _open(source: ModelSource) -> tuple[ModelConfig, Checkpoint]:

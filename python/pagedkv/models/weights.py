@@ -2,7 +2,8 @@
 
 Files are mapped, tensors are read one at a time, converted, and placed on the device; so the peak is one copy
 of the model and one tensor, beside pages of the files that the system may drop. What is missing, unexpected
-or of the wrong shape is found from the headers, before anything is read. `load` calls `load_weights` once.
+or of the wrong shape is found from the headers, before anything is read: `load` calls `find_sources` when it
+opens a model, and `load_weights` when it reads it.
 """
 
 import logging
@@ -191,6 +192,7 @@ def load_weights(
     model: nn.Module,
     config: ModelConfig,
     checkpoint: Checkpoint,
+    sources: Mapping[str, str],
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -198,11 +200,8 @@ def load_weights(
 ) -> None:
     """Replaces every parameter of `model`, which may be on the meta device, by the checkpoint's.
 
-    Raises:
-        ModelError: Tensors are missing, unexpected, or do not fit the config; all of them are named.
+    `sources` are those of `find_sources`.
     """
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    sources = _sources(expected, config, checkpoint.shapes)
     for name in tqdm(sources, desc="loading weights", unit="tensor", disable=not progress, leave=False):
         stored = checkpoint.tensor(sources[name])
         placed = torch.empty(stored.shape, dtype=dtype, device=device)
@@ -221,10 +220,14 @@ def load_weights(
             )
 
 
-def _sources(
-    expected: Mapping[str, Shape], config: ModelConfig, shapes: Mapping[str, Shape]
-) -> dict[str, str]:
-    """Which tensor each parameter is read from; the head is left out where it is the embedding's tensor."""
+def find_sources(model: nn.Module, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
+    """Which tensor each parameter is read from; the head is left out where it is the embedding's tensor.
+
+    Raises:
+        ModelError: Tensors are missing, unexpected, or do not fit the config; all of them are named.
+    """
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = checkpoint.shapes
     sources = {name: name for name in expected}
     if HEAD not in shapes and EMBEDDING in shapes:
         del sources[HEAD]

@@ -1,8 +1,9 @@
 //! The invariants of pins and sessions, which tests check after every operation.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::super::hold_key::HoldKind;
+use super::accounts::Accounts;
 use super::{Hold, Holds};
 
 impl Holds {
@@ -57,6 +58,7 @@ impl Holds {
             ));
         }
         self.blocks.check(self.iter().map(Hold::blocks))?;
+        self.accounts.check(&self.count_accounts())?;
         let num_promised: u32 = self.promises.values().map(|promise| promise.num_blocks).sum();
         let num_held = self.blocks.len();
         if num_promised != self.num_promised || num_held + num_promised > self.budget {
@@ -66,5 +68,22 @@ impl Holds {
             ));
         }
         Ok(())
+    }
+
+    /// The accounts of all tenants, from their holds and promises.
+    fn count_accounts(&self) -> Accounts {
+        let mut counted = self.accounts.emptied();
+        let mut seen = HashSet::new();
+        for hold in self.iter() {
+            let new = hold.blocks().iter().filter(|&&block| seen.insert(block));
+            let num_new = u32::try_from(new.count()).expect("tables are short");
+            counted.change(&hold.key.salt, |account| account.held += num_new);
+        }
+        for promise in self.promises.values() {
+            counted.change(&promise.key.salt, |account| {
+                account.promised += promise.num_blocks
+            });
+        }
+        counted
     }
 }

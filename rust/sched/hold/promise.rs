@@ -38,18 +38,11 @@ impl Holds {
                 most: self.max_tokens,
             });
         }
-        if num_blocks > self.num_left() {
-            return Err(HoldError::OverBudget {
-                noun: key.kind.noun(),
-                needed: num_blocks,
-                block_size,
-                budget: self.budget,
-                held: self.blocks.len(),
-                promised: self.num_promised,
-            });
-        }
+        self.require_room(&key, num_blocks, block_size)?;
         let number = self.next_number();
         self.num_promised += num_blocks;
+        self.accounts
+            .change(&key.salt, |account| account.promised += num_blocks);
         let promise = Promise {
             key,
             ttl_ms,
@@ -59,6 +52,30 @@ impl Holds {
         };
         self.promises.insert(number, promise);
         Ok(number)
+    }
+
+    /// Whether so many more blocks may be held: what a tenant may have is looked at first, since there others cannot help.
+    fn require_room(&self, key: &HoldKey, needed: u32, block_size: u32) -> Result<(), HoldError> {
+        let of_tenant = needed > self.accounts.num_left(&key.salt);
+        if !of_tenant && needed <= self.num_left() {
+            return Ok(());
+        }
+        let (budget, held, promised) = match self.accounts.most() {
+            Some(most) if of_tenant => {
+                let account = self.accounts.of(&key.salt);
+                (most, account.held, account.promised)
+            }
+            _ => (self.budget, self.blocks.len(), self.num_promised),
+        };
+        Err(HoldError::OverBudget {
+            noun: key.kind.noun(),
+            needed,
+            block_size,
+            of_tenant,
+            budget,
+            held,
+            promised,
+        })
     }
 
     /// A request of this tenant takes a promise up. Returns whether it may: the promise is there and its tenant's own.
@@ -75,6 +92,9 @@ impl Holds {
     pub(in crate::sched) fn end_promise(&mut self, number: u64) -> Option<Promise> {
         let promise = self.promises.remove(&number)?;
         self.num_promised -= promise.num_blocks;
+        self.accounts.change(&promise.key.salt, |account| {
+            account.promised -= promise.num_blocks
+        });
         if let Some(id) = self.by_key.get(&promise.key) {
             let hold = self.by_number.get_mut(id).expect("a key names a hold");
             hold.appending.take_if(|appending| *appending == number);
