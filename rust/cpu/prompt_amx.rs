@@ -170,7 +170,7 @@ impl Split<'_, '_, '_> {
         let num_chunks = num_keys.div_ceil(DEPTH);
         let num_rows = partial.len() / row_len;
         // An odd group out is multiplied twice, and stored twice.
-        let step = if num_rows > TILE_LEN { 1 } else { 0 };
+        let step = usize::from(num_rows > TILE_LEN);
         let weights = self.matrices.scores.slice(0..2 * GROUP_SCORES).as_ptr();
         let weights = [0, step].map(|place| weights.wrapping_add(place * GROUP_SCORES));
         let values = self

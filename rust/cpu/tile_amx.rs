@@ -172,10 +172,10 @@ pub(super) unsafe fn compute_split(
             idx: split,
             num_keys,
         };
-        match tile.num_rows() {
-            ..=FEW_ROWS => split.compute::<FEW_ROWS>(partial),
-            ..=TILE_LEN => split.compute::<TILE_LEN>(partial),
-            _ => split.compute_pairs(partial),
+        match (tile.num_rows() > TILE_LEN, rows_at_a_time(tile)) {
+            (true, _) => split.compute_pairs(partial),
+            (_, FEW_ROWS) => split.compute::<FEW_ROWS>(partial),
+            _ => split.compute::<TILE_LEN>(partial),
         }
     }
 }
@@ -212,15 +212,16 @@ unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: Range<usize>) -> 
     const EXPONENT: u16 = 0x7f80;
     let start = split * SPLIT_LEN + positions.start;
     let mut slots = Slots::new(&tile.value_cache, tile.table, tile.kv_head, start);
-    positions.fold(true, |all, _| {
+    // Not a test of each: without a way out early the loop becomes one of vectors.
+    let largest = positions.fold(0, |largest, _| {
         let row = slots.next_row().expect("checked: the table holds the sequence");
         // SAFETY: the caller vouches for the cache; the row is aligned to its type.
         #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
         let row = unsafe { std::slice::from_raw_parts(row.cast::<u16>(), tile.head_dim()) };
-        // Not `&&`: without a way out early the loop becomes one of vectors.
         row.iter()
-            .fold(all, |all, bits| all & (bits & EXPONENT != EXPONENT))
-    })
+            .fold(largest, |largest: u16, bits| largest.max(bits & EXPONENT))
+    });
+    largest < EXPONENT
 }
 
 /// One split of a tile, whose queries are loaded.
