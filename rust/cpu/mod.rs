@@ -37,6 +37,8 @@ mod cut;
 pub mod decoder;
 pub mod element;
 pub mod isa;
+#[cfg(target_arch = "x86_64")]
+mod keys_amx;
 pub mod layer;
 pub mod level;
 pub mod linear;

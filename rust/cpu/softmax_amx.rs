@@ -8,15 +8,15 @@
 //! ```
 
 use std::arch::x86_64::{
-    __m512, __m512i, _mm512_castsi512_ps, _mm512_cmpgt_epi32_mask, _mm512_cvtne2ps_pbh, _mm512_fmadd_ps,
-    _mm512_fmsub_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_mov_ps, _mm512_max_ps, _mm512_mul_ps,
-    _mm512_permutexvar_epi16, _mm512_reduce_ps, _mm512_scalef_ps, _mm512_set1_ps, _mm512_shuffle_f32x4,
-    _mm512_storeu_ps,
+    __m512, __m512bh, __m512i, _mm512_castsi512_ps, _mm512_cmpgt_epi32_mask, _mm512_cvtne2ps_pbh,
+    _mm512_fmadd_ps, _mm512_fmsub_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_mov_ps, _mm512_max_ps,
+    _mm512_mul_ps, _mm512_permutexvar_epi16, _mm512_reduce_ps, _mm512_scalef_ps, _mm512_set1_ps,
+    _mm512_shuffle_f32x4, _mm512_storeu_ps,
 };
 
 use super::amx::{DEPTH, TILE_LEN};
 use super::isa::LANES;
-use super::x86::transpose_avx512;
+use super::x86::{transpose_avx512, transpose_within_quarters};
 
 /// Words of a vector.
 const WORDS: usize = 2 * LANES;
@@ -92,6 +92,94 @@ pub(super) fn soften<const R: usize>(
     // SAFETY: sixteen numbers.
     unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), largest) };
     std::array::from_fn(|row| lanes[row])
+}
+
+/// Turns scores into weights in their place, for whole tiles of weights. Scores are `[keys / 16][16 rows][16 keys]`,
+/// weights bf16 at the beginning of every two such tiles, `[16 rows][32 keys]`; `visible` says how many keys each row
+/// sees. Returns the largest score of each row, times `factor`; it is of no use where a row sees nothing. `after` is
+/// given each tile of weights, one tile late: the stores to it are then over.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512bf16")]
+pub(super) fn soften_rows(
+    scores: &mut [f32],
+    visible: &[usize; TILE_LEN],
+    factor: f32,
+    mut after: impl FnMut(&[f32]),
+) -> [f32; TILE_LEN] {
+    let scores = scores.as_chunks_mut::<LANES>().0;
+    hide_in_rows(scores, visible);
+    let factors = _mm512_set1_ps(factor);
+    // As in `soften`.
+    let largest = _mm512_max_ps(
+        _mm512_set1_ps(f32::MIN),
+        _mm512_mul_ps(largest_of_rows(scores.as_chunks().0), factors),
+    );
+    let mut by_row = [0.0; TILE_LEN];
+    // SAFETY: sixteen numbers.
+    unsafe { _mm512_storeu_ps(by_row.as_mut_ptr(), largest) };
+    let mut before: Option<&[[f32; LANES]]> = None;
+    for pair in scores.chunks_exact_mut(2 * TILE_LEN) {
+        let (low, high) = pair.split_at_mut(TILE_LEN);
+        for ((low, high), largest) in low.iter_mut().zip(&*high).zip(&by_row) {
+            let largest = _mm512_set1_ps(*largest);
+            // SAFETY: sixteen numbers each; vectors of the same size.
+            unsafe {
+                let first = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(low.as_ptr()), factors, largest));
+                let second = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(high.as_ptr()), factors, largest));
+                let rounded = std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second, first));
+                _mm512_storeu_ps(low.as_mut_ptr(), rounded);
+            }
+        }
+        if let Some(weights) = before.replace(low) {
+            after(weights.as_flattened());
+        }
+    }
+    if let Some(weights) = before {
+        after(weights.as_flattened());
+    }
+    by_row
+}
+
+/// Replaces the scores that a row does not see by minus infinity.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn hide_in_rows(scores: &mut [[f32; LANES]], visible: &[usize; TILE_LEN]) {
+    for (tile, scores) in scores.chunks_exact_mut(TILE_LEN).enumerate() {
+        // Later rows see more.
+        if visible[0] >= (tile + 1) * LANES {
+            continue;
+        }
+        for (scores, visible) in scores.iter_mut().zip(visible) {
+            let seen = visible.saturating_sub(tile * LANES).min(LANES);
+            let seen = u16::try_from((1_u32 << seen) - 1).expect("a bit for each lane");
+            let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+            // SAFETY: sixteen numbers.
+            unsafe {
+                let shown = _mm512_mask_mov_ps(nothing, seen, _mm512_loadu_ps(scores.as_ptr()));
+                _mm512_storeu_ps(scores.as_mut_ptr(), shown);
+            }
+        }
+    }
+}
+
+/// The largest score of each row.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn largest_of_rows(tiles: &[[[f32; LANES]; TILE_LEN]]) -> __m512 {
+    let mut rows = [_mm512_set1_ps(f32::NEG_INFINITY); TILE_LEN];
+    for tile in tiles {
+        for (largest, scores) in rows.iter_mut().zip(tile) {
+            // SAFETY: sixteen numbers.
+            *largest = _mm512_max_ps(*largest, unsafe { _mm512_loadu_ps(scores.as_ptr()) });
+        }
+    }
+    // Quarter q of each vector then holds the largest of the quarters q of four rows.
+    let mut fours = [_mm512_set1_ps(0.0); 4];
+    for (four, rows) in fours.iter_mut().zip(rows.as_chunks::<4>().0) {
+        let [a, b, c, d] = transpose_within_quarters(*rows);
+        *four = _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d));
+    }
+    let [a, b, c, d] = transpose_quarters(fours);
+    _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d))
 }
 
 /// Replaces the scores that a row does not see by minus infinity.

@@ -290,34 +290,46 @@ impl Tile<'_> {
     #[inline(always)]
     pub(crate) fn fold<S: Simd>(&self, simd: S, folded: &mut [f32], partial: &[f32]) {
         let (row_len, width) = (partial_row_len(self.head_dim()), padded(self.head_dim()));
-        for (folded, partial) in folded
-            .chunks_exact_mut(row_len)
-            .zip(partial.chunks_exact(row_len))
-        {
-            let (largest, total) = (partial[width], partial[width + 1]);
-            if total == 0.0 {
-                continue;
+        let blocks = folded
+            .chunks_mut(LANES * row_len)
+            .zip(partial.chunks(LANES * row_len));
+        for (folded, partial) in blocks {
+            // What the sums of sixteen rows are multiplied by, at a time.
+            let mut factors = [[0.0; LANES]; 2];
+            let rows = folded.chunks_exact(row_len).zip(partial.chunks_exact(row_len));
+            for (idx, (folded, partial)) in rows.enumerate() {
+                let largest_of_both = larger(folded[width], partial[width]);
+                factors[0][idx] = folded[width] - largest_of_both;
+                factors[1][idx] = partial[width] - largest_of_both;
             }
-            if folded[width + 1] == 0.0 {
-                folded.copy_from_slice(partial);
-                continue;
+            for factors in &mut factors {
+                let powers = simd.exp2(simd.load(factors));
+                simd.store(powers, factors);
             }
-            let largest_of_both = if largest > folded[width] {
-                largest
-            } else {
-                folded[width]
-            };
-            let before = simd.exp2(simd.splat(folded[width] - largest_of_both));
-            let after = simd.exp2(simd.splat(largest - largest_of_both));
-            for start in (0..width).step_by(LANES) {
-                let scaled = simd.mul(simd.load(vector_at(folded, start)), before);
-                let sum = simd.mul_add(simd.load(vector_at(partial, start)), after, scaled);
-                simd.store(sum, vector_at_mut(folded, start));
+            let rows = folded
+                .chunks_exact_mut(row_len)
+                .zip(partial.chunks_exact(row_len));
+            for (idx, (folded, partial)) in rows.enumerate() {
+                let total = partial[width + 1];
+                if total == 0.0 {
+                    continue;
+                }
+                if folded[width + 1] == 0.0 {
+                    folded.copy_from_slice(partial);
+                    continue;
+                }
+                let [before, after] = [simd.splat(factors[0][idx]), simd.splat(factors[1][idx])];
+                let largest_of_both = larger(folded[width], partial[width]);
+                for start in (0..width).step_by(LANES) {
+                    let scaled = simd.mul(simd.load(vector_at(folded, start)), before);
+                    let sum = simd.mul_add(simd.load(vector_at(partial, start)), after, scaled);
+                    simd.store(sum, vector_at_mut(folded, start));
+                }
+                let scaled = simd.mul(simd.splat(folded[width + 1]), before);
+                let total = simd.mul_add(simd.splat(total), after, scaled);
+                simd.store(total, vector_at_mut(folded, width));
+                folded[width] = largest_of_both;
             }
-            let scaled = simd.mul(simd.splat(folded[width + 1]), before);
-            let total = simd.mul_add(simd.splat(total), after, scaled);
-            simd.store(total, vector_at_mut(folded, width));
-            folded[width] = largest_of_both;
         }
     }
 
@@ -339,4 +351,10 @@ impl Tile<'_> {
             unsafe { store_row(self.out.dtype, values, self.out.row(token, head)) };
         }
     }
+}
+
+/// The larger of two numbers; the first one where the second one is NaN.
+#[inline(always)]
+fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
 }

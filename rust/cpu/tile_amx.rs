@@ -9,9 +9,9 @@
 //! value[d]  = sum over j of weight[j] * value[j][d]                the same
 //! ```
 //!
-//! Scores are computed transposed, sixteen keys by so many rows: the keys are multiplied where they lie in the cache.
-//! Rows are taken sixteen at a time, or four where there are few: the decodes of one sequence are as many rows as query
-//! heads share a key head. A row's numbers do not depend on the others in its matrices: a position that it does not see
+//! Scores of at most sixteen rows are computed here, transposed, sixteen keys by so many rows: the keys are multiplied
+//! where they lie in the cache. Where there are at most four rows softmax takes four: the decodes of one sequence are as
+//! many rows as query heads share a key head. Tiles with more rows are computed in `prompt_amx`. A row's numbers do not depend on the others in its matrices: a position that it does not see
 //! has a weight of zero, and adds zero. Only zero times infinity or NaN would not be zero; where a row of the tile sees
 //! such a value and another one does not, the tokens of the tile are computed one by one. Slots behind what the tile
 //! sees may be read, but only into rows of scores that nobody looks at.
@@ -28,11 +28,12 @@ use super::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use super::element::Dtype;
 use super::isa::{AlignedBuffer, LANES, Simd};
 use super::prefetch::Prefetch;
+use super::prompt_amx;
 use super::softmax_amx::soften;
 use super::tensor::{CacheView, RowsView};
 use super::tile::Tile;
 use super::tile_loops::{SPLIT_LEN, Slots, partial_row_len};
-use super::values_amx::{pack_values, restore_order, sixteen_slots};
+use super::values_amx::{pack_values, sixteen_slots};
 use super::x86::{Avx512, transpose_avx512};
 
 /// f32, or pairs of bf16, of a tile.
@@ -44,10 +45,6 @@ const NUM_SUMS: usize = 4;
 /// Rows of a tile with few of them.
 const FEW_ROWS: usize = 4;
 
-/// Tiles with at most this many rows are computed `FEW_ROWS` at a time: reading the keys again costs less than the idle
-/// lanes of softmax.
-const MAX_FEW_ROWS: usize = 8;
-
 /// Positions whose values are interleaved at a time, a step before they are multiplied: they stay in the nearest cache,
 /// and the stores are over when the tiles are loaded.
 pub(super) const VALUE_STEP: usize = 64;
@@ -58,16 +55,19 @@ pub(super) static ONES: [u16; 2 * TILE_ELEMENTS] = [0x3f80; 2 * TILE_ELEMENTS];
 /// Memory of one thread, reused from tile to tile.
 #[derive(Default, Debug)]
 pub(super) struct Matrices {
-    /// `[rows / R][head_dim / 32][16 pairs][16 rows]`, of which R are used, four or sixteen
+    /// `[head_dim / 32][16 pairs][16 rows]`, of which R are used, four or sixteen; with more rows than a matrix
+    /// `[rows / 16][head_dim / 32][16 rows][32 elements]`
     pub(super) queries: AlignedBuffer,
-    /// `[2 groups][scores_len]`, each `[SPLIT_LEN][R rows]`, and the unused end of a row of a tile
+    /// With more rows than a matrix, `[SPLIT_LEN / 16][head_dim / 32][16 pairs][16 keys]`
+    pub(super) keys: AlignedBuffer,
+    /// `[scores_len]`: `[SPLIT_LEN][R rows]`, and the unused end of a row of a tile; or as in `prompt_amx`, weights too
     pub(super) scores: AlignedBuffer,
-    /// `[2 groups][weights_len]`, each `[SPLIT_LEN / 32][R rows][16 pairs]`, and what a tile reads behind its R rows
-    pub(super) weights: AlignedBuffer,
-    /// `[2 steps][2 chunks][4 or 2][16 pairs][16 columns]`, or all of a split as `[head_dim / 32][positions / 32][2]` of
+    /// `[SPLIT_LEN / 32][R rows][16 pairs]`, and what a tile reads behind its R rows
+    weights: AlignedBuffer,
+    /// `[2 steps][2 chunks][4 or 2][16 pairs][16 columns]`, or all of a split as `[SPLIT_LEN / 32][head_dim / 16]` of
     /// such tiles
     pub(super) values: AlignedBuffer,
-    /// `[16 rows][4 or 2][16 columns]` and then `[16 rows][16]` totals, or twice that for two columns
+    /// `[16 rows][4 or 2][16 columns]` and then `[16 rows][16]` totals, or `[2 groups][16 rows][2][16 columns]`
     pub(super) sums: AlignedBuffer,
 }
 
@@ -100,7 +100,7 @@ impl Drop for Configured {
 /// Rows that are computed at a time.
 #[inline(always)]
 fn rows_at_a_time(tile: &Tile<'_>) -> usize {
-    if tile.num_rows() <= MAX_FEW_ROWS {
+    if tile.num_rows() <= FEW_ROWS {
         FEW_ROWS
     } else {
         TILE_LEN
@@ -113,11 +113,15 @@ fn rows_at_a_time(tile: &Tile<'_>) -> usize {
 /// As `Tile::load_queries`; the tile suits.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn load_queries(tile: &Tile<'_>, matrices: &mut Matrices) {
+    if tile.num_rows() > TILE_LEN {
+        // SAFETY: passed on.
+        return unsafe { prompt_amx::load_queries(tile, matrices) };
+    }
     let (num_rows, chunks, width) = (tile.num_rows(), tile.head_dim() / DEPTH, rows_at_a_time(tile));
     let len = num_rows.div_ceil(width) * chunks * TILE_ELEMENTS;
     matrices.queries.reserve(len);
-    matrices.scores.reserve(2 * scores_len(width));
-    matrices.weights.reserve(2 * weights_len(width));
+    matrices.scores.reserve(scores_len(width));
+    matrices.weights.reserve(weights_len(width));
     matrices.values.reserve(SPLIT_LEN / 2 * tile.head_dim());
     matrices.sums.reserve((NUM_SUMS + 2) * TILE_ELEMENTS);
     let tiles = matrices.queries.slice(0..len).chunks_exact_mut(TILE_ELEMENTS);
@@ -168,11 +172,10 @@ pub(super) unsafe fn compute_split(
             idx: split,
             num_keys,
         };
-        match (rows_at_a_time(tile), tile.num_rows()) {
-            (FEW_ROWS, ..=FEW_ROWS) => split.compute::<FEW_ROWS>(partial),
-            (FEW_ROWS, _) => split.compute_pairs::<FEW_ROWS>(partial),
-            (_, ..=TILE_LEN) => split.compute::<TILE_LEN>(partial),
-            _ => split.compute_pairs::<TILE_LEN>(partial),
+        match (tile.num_rows() > TILE_LEN, rows_at_a_time(tile)) {
+            (true, _) => split.compute_pairs(partial),
+            (_, FEW_ROWS) => split.compute::<FEW_ROWS>(partial),
+            _ => split.compute::<TILE_LEN>(partial),
         }
     }
 }
@@ -209,14 +212,16 @@ unsafe fn all_finite(tile: &Tile<'_>, split: usize, positions: Range<usize>) -> 
     const EXPONENT: u16 = 0x7f80;
     let start = split * SPLIT_LEN + positions.start;
     let mut slots = Slots::new(&tile.value_cache, tile.table, tile.kv_head, start);
-    positions.fold(true, |all, _| {
+    // Not a test of each: without a way out early the loop becomes one of vectors.
+    let largest = positions.fold(0, |largest, _| {
         let row = slots.next_row().expect("checked: the table holds the sequence");
         // SAFETY: the caller vouches for the cache; the row is aligned to its type.
         #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
         let row = unsafe { std::slice::from_raw_parts(row.cast::<u16>(), tile.head_dim()) };
         row.iter()
-            .fold(all, |all, bits| all && bits & EXPONENT != EXPONENT)
-    })
+            .fold(largest, |largest: u16, bits| largest.max(bits & EXPONENT))
+    });
+    largest < EXPONENT
 }
 
 /// One split of a tile, whose queries are loaded.
@@ -372,11 +377,7 @@ impl Split<'_, '_, '_> {
         }
         let rows = sums.chunks_exact(N * TILE_LEN).zip(totals.chunks_exact(TILE_LEN));
         for ((sums, totals), partial) in rows.zip(partial.chunks_exact_mut(row_len)) {
-            let columns = partial[column..column + N * TILE_LEN].chunks_exact_mut(2 * TILE_LEN);
-            for (sums, columns) in sums.chunks_exact(2 * TILE_LEN).zip(columns) {
-                // SAFETY: the instructions are there.
-                unsafe { restore_order(sums, columns) };
-            }
+            partial[column..column + N * TILE_LEN].copy_from_slice(sums);
             partial[width + 1] = totals[0];
         }
     }
@@ -384,12 +385,12 @@ impl Split<'_, '_, '_> {
 
 /// Numbers that the scores of R rows take.
 #[inline(always)]
-pub(super) const fn scores_len(num_rows: usize) -> usize {
+const fn scores_len(num_rows: usize) -> usize {
     SPLIT_LEN * num_rows + TILE_LEN
 }
 
 /// Numbers that the weights of R rows take.
 #[inline(always)]
-pub(super) const fn weights_len(num_rows: usize) -> usize {
+const fn weights_len(num_rows: usize) -> usize {
     SPLIT_LEN / 2 * num_rows + TILE_ELEMENTS
 }

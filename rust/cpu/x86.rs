@@ -186,16 +186,7 @@ pub(super) fn transpose_avx512(rows: &[__m512; LANES]) -> [__m512; LANES] {
     // Quarter q of `columns[i][c]` holds column 4q + c of rows 4i to 4i + 3.
     let mut columns = [[_mm512_set1_ps(0.0); 4]; 4];
     for (i, column) in columns.iter_mut().enumerate() {
-        let (low01, high01) = unpack_avx512(rows[4 * i], rows[4 * i + 1]);
-        let (low23, high23) = unpack_avx512(rows[4 * i + 2], rows[4 * i + 3]);
-        let (low01, high01) = (_mm512_castps_pd(low01), _mm512_castps_pd(high01));
-        let (low23, high23) = (_mm512_castps_pd(low23), _mm512_castps_pd(high23));
-        *column = [
-            _mm512_castpd_ps(_mm512_unpacklo_pd(low01, low23)),
-            _mm512_castpd_ps(_mm512_unpackhi_pd(low01, low23)),
-            _mm512_castpd_ps(_mm512_unpacklo_pd(high01, high23)),
-            _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23)),
-        ];
+        *column = transpose_within_quarters([rows[4 * i], rows[4 * i + 1], rows[4 * i + 2], rows[4 * i + 3]]);
     }
     let mut out = [_mm512_set1_ps(0.0); LANES];
     for c in 0..4 {
@@ -209,6 +200,22 @@ pub(super) fn transpose_avx512(rows: &[__m512; LANES]) -> [__m512; LANES] {
         out[12 + c] = _mm512_shuffle_f32x4::<0xdd>(odd01, odd23);
     }
     out
+}
+
+/// Transposes 4 x 4 numbers within every quarter.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn transpose_within_quarters([a, b, c, d]: [__m512; 4]) -> [__m512; 4] {
+    let (low_ab, high_ab) = unpack_avx512(a, b);
+    let (low_cd, high_cd) = unpack_avx512(c, d);
+    let (low_ab, high_ab) = (_mm512_castps_pd(low_ab), _mm512_castps_pd(high_ab));
+    let (low_cd, high_cd) = (_mm512_castps_pd(low_cd), _mm512_castps_pd(high_cd));
+    [
+        _mm512_castpd_ps(_mm512_unpacklo_pd(low_ab, low_cd)),
+        _mm512_castpd_ps(_mm512_unpackhi_pd(low_ab, low_cd)),
+        _mm512_castpd_ps(_mm512_unpacklo_pd(high_ab, high_cd)),
+        _mm512_castpd_ps(_mm512_unpackhi_pd(high_ab, high_cd)),
+    ]
 }
 
 /// Interleaves the low and the high halves of every quarter.
