@@ -6,7 +6,8 @@
 //! | `memory` | what the panels lie in |
 //! | `arithmetic` | how products are summed, one way for a process and a type |
 //! | `fma`, `dot_bf16`, `amx` | the inner loops: one tile of rows and panels |
-//! | `piece` | the loops around them: cache blocking, and what is done to a sum before it is written |
+//! | `piece` | the loops around them: cache blocking |
+//! | `write` | what is done to a sum before it is written, and its way to the result |
 //!
 //! The bits of a result depend on its own row of x, its own row of the weight, and the arithmetic; not on M, on the
 //! other rows, nor on the number of threads. Every tile of one arithmetic adds the products of an element in the same
@@ -23,6 +24,7 @@ mod fma;
 mod memory;
 mod packed;
 mod piece;
+mod write;
 
 use super::InvalidArgument;
 use super::element::{load_row, store_row};
