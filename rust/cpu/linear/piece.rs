@@ -24,13 +24,14 @@ use crate::memory::CACHE_LINE_BYTES;
 
 /// Bytes of x that are wanted again for every group of panels: half of a second-level cache.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Most rows of a chunk, and what their number is a multiple of.
-const CHUNK_ROWS: (usize, usize) = (256, 32);
+/// Most rows of a chunk.
+const CHUNK_ROWS: usize = 512;
+/// What the rows of a chunk are a multiple of: those of the largest tile.
+pub(super) const CHUNK_STEP: usize = 32;
 
 /// Rows of a chunk, where a row of x has so many bytes.
 pub(super) fn rows_per_chunk(row_bytes: usize) -> usize {
-    let (most, step) = CHUNK_ROWS;
-    (CHUNK_BYTES / row_bytes / step * step).clamp(step, most)
+    (CHUNK_BYTES / row_bytes / CHUNK_STEP * CHUNK_STEP).clamp(CHUNK_STEP, CHUNK_ROWS)
 }
 
 /// One tile: rows of x times panels, summed over a cut of K.
@@ -77,6 +78,11 @@ pub(super) trait MicroKernel: Copy {
 
     /// Most panels of a tile when there are so many rows.
     fn max_panels(self, num_rows: usize) -> usize;
+
+    /// `MAX_DEPTH`, or more where blocks of so many rows or more by so many panels cannot go on from such sums.
+    fn max_depth(self, _num_rows: usize, _num_panels: usize) -> usize {
+        Self::MAX_DEPTH
+    }
 
     /// Computes a tile.
     ///
@@ -191,7 +197,11 @@ impl Piece<'_> {
         let max_panels = kernel.max_panels(rows.len());
         let block = block_len(rows.len(), M::MAX_ROWS);
         let num_blocks = rows.len().div_ceil(block);
-        let max_depth = if rows.len() > block { M::MAX_DEPTH } else { depth };
+        let max_depth = if num_blocks > 1 {
+            kernel.max_depth(rows.len() - (num_blocks - 1) * block, panels.len())
+        } else {
+            depth
+        };
         let step = weight.arithmetic().step();
         let cut = block_len(depth, max_depth).next_multiple_of(step);
         let step_bytes = step * LANES * weight.dtype().size();
