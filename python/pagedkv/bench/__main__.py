@@ -124,6 +124,9 @@ def parser() -> argparse.ArgumentParser:
         choices=("crowd", "single", "shared", "samples"),
         help="may be repeated (default: all)",
     )
+    parts.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute what prompts have in common for each of them"
+    )
     parts.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     return result
 
@@ -187,10 +190,14 @@ def _where(options: argparse.Namespace) -> None:
     # Imported here, because it needs torch, which the others do without.
     from pagedkv.bench import where
 
-    _write(
-        options.json,
-        where.run(options.model, options.dtype, options.cpu_isa, options.workload or where.WORKLOADS),
+    results = where.run(
+        options.model,
+        options.dtype,
+        options.cpu_isa,
+        options.workload or where.WORKLOADS,
+        prefix_cache=not options.no_prefix_cache,
     )
+    _write(options.json, results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -197,9 +197,19 @@ def requests(workload: str, run: int, vocab_size: int) -> tuple[list[list[int]],
             return [tokens(128)], [params(128)]
 
 
-def run(model: str | None, dtype: str, cpu_isa: str, workloads: Sequence[str]) -> list[dict[str, Any]]:
+def run(
+    model: str | None, dtype: str, cpu_isa: str, workloads: Sequence[str], *, prefix_cache: bool = True
+) -> list[dict[str, Any]]:
     """Runs the workloads, each first without timers; prints a table for each and returns the figures."""
-    llm = LLM(model, device="cpu", dtype=dtype, cpu_isa=cpu_isa, max_model_len=4096, kv_memory="2GiB")
+    llm = LLM(
+        model,
+        device="cpu",
+        dtype=dtype,
+        cpu_isa=cpu_isa,
+        max_model_len=4096,
+        kv_memory="4GiB",
+        enable_prefix_caching=prefix_cache,
+    )
     head = llm._engine.runner.model.packed.head
     if not isinstance(head, _core.PackedLinear):
         raise ValueError("the kernels in Rust do not run here: torch multiplies")

@@ -13,6 +13,7 @@ use std::arch::asm;
 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 
+use super::amx_blocks;
 use super::piece::{Meanwhile, MicroKernel, Tile};
 use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
@@ -122,11 +123,7 @@ unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
             options(nostack)
         );
         for _ in 0..tile.depth / DEPTH {
-            if tile.stays {
-                two_by_two!(x, weights, tile.x_stride, "tileloaddt1", "tileloadd");
-            } else {
-                two_by_two!(x, weights, tile.x_stride, "tileloadd", "tileloaddt1");
-            }
+            two_by_two!(x, weights, tile.x_stride, "tileloadd", "tileloaddt1");
             for _ in 0..tile.ahead_lines {
                 _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
                 ahead = ahead.wrapping_add(ROW_BYTES);
@@ -198,24 +195,36 @@ unsafe fn one_by_some(tile: &Tile) {
 
 impl MicroKernel for Tiles<'_> {
     const MAX_ROWS: usize = 2 * TILE_LEN;
-    /// Never cut: putting sums aside costs more than reading panels again that are too long for the nearest cache.
-    const MAX_DEPTH: usize = usize::MAX;
+    const MAX_DEPTH: usize = amx_blocks::MAX_DEPTH;
 
     fn max_panels(self, num_rows: usize) -> usize {
         group_panels(num_rows)
     }
 
+    fn max_depth(self, num_rows: usize, num_panels: usize) -> usize {
+        if num_rows > TILE_LEN && num_panels.is_multiple_of(2) {
+            Self::MAX_DEPTH
+        } else {
+            usize::MAX
+        }
+    }
+
     #[inline(always)]
     unsafe fn tile_while(self, tile: &Tile, meanwhile: &mut impl Meanwhile) {
-        debug_assert!(!tile.resumes, "no sum is put aside");
         let lower = tile.num_rows.saturating_sub(TILE_LEN);
         if lower > 0 && tile.num_panels == 2 {
             self.configure(TILE_LEN, lower);
-            // SAFETY: passed on.
-            unsafe { two_by_two(tile, meanwhile) };
+            if tile.stays {
+                // SAFETY: passed on.
+                unsafe { amx_blocks::two_by_two(tile, meanwhile) };
+            } else {
+                // SAFETY: passed on.
+                unsafe { two_by_two(tile, meanwhile) };
+            }
         }
         while meanwhile.next() {}
         if lower == 0 || tile.num_panels != 2 {
+            debug_assert!(!tile.resumes, "no such sums are put aside");
             // SAFETY: passed on.
             unsafe { self.tile(tile) };
         }

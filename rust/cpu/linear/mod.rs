@@ -6,7 +6,9 @@
 //! | `memory` | what the panels lie in |
 //! | `arithmetic` | how products are summed, one way for a process and a type |
 //! | `fma`, `dot_bf16`, `amx` | the inner loops: one tile of rows and panels |
-//! | `piece` | the loops around them: cache blocking, and what is done to a sum before it is written |
+//! | `amx_blocks` | the same for many rows on AMX |
+//! | `piece` | the loops around them: cache blocking |
+//! | `write` | what is done to a sum before it is written, and its way to the result |
 //!
 //! The bits of a result depend on its own row of x, its own row of the weight, and the arithmetic; not on M, on the
 //! other rows, nor on the number of threads. Every tile of one arithmetic adds the products of an element in the same
@@ -16,6 +18,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_blocks;
 mod arithmetic;
 #[cfg(target_arch = "x86_64")]
 mod dot_bf16;
@@ -23,6 +27,7 @@ mod fma;
 mod memory;
 mod packed;
 mod piece;
+mod write;
 
 use super::InvalidArgument;
 use super::element::{load_row, store_row};
@@ -120,7 +125,10 @@ impl Linear<'_> {
     /// read by one thread, from front to back. The pieces of the shares come by turns, as the pool deals them.
     fn pieces<'k>(&'k self, x: &MatrixView, next: Option<&PackedWeight>) -> Vec<piece::Piece<'k>> {
         let num_chunks = x.num_rows.div_ceil(piece::rows_per_chunk(x.row_bytes()));
-        let rows_per_piece = x.num_rows.div_ceil(num_chunks);
+        let rows_per_piece = x
+            .num_rows
+            .div_ceil(num_chunks)
+            .next_multiple_of(piece::CHUNK_STEP);
         let group = self.weight.arithmetic().group_panels(rows_per_piece);
         let shares = self.weight.shares(pool::num_threads());
         let smallest = shares.iter().map(ExactSizeIterator::len).min().unwrap_or(0);

@@ -15,22 +15,23 @@ use std::ops::Range;
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::fma::Fma;
+use super::write::{Block, Writing};
 use super::{Arithmetic, Linear};
-use crate::cpu::activation::silu;
-use crate::cpu::element::{Bf16, Dtype, F16, F32, store_row, store_vector};
+use crate::cpu::element::{Bf16, Dtype, F16, F32};
 use crate::cpu::isa::{AlignedBuffer, Kernel, LANES, Simd};
 use crate::cpu::tensor::MatrixView;
 use crate::memory::CACHE_LINE_BYTES;
 
 /// Bytes of x that are wanted again for every group of panels: half of a second-level cache.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Most rows of a chunk, and what their number is a multiple of.
-const CHUNK_ROWS: (usize, usize) = (256, 32);
+/// Most rows of a chunk.
+const CHUNK_ROWS: usize = 512;
+/// What the rows of a chunk are a multiple of: those of the largest tile.
+pub(super) const CHUNK_STEP: usize = 32;
 
 /// Rows of a chunk, where a row of x has so many bytes.
 pub(super) fn rows_per_chunk(row_bytes: usize) -> usize {
-    let (most, step) = CHUNK_ROWS;
-    (CHUNK_BYTES / row_bytes / step * step).clamp(step, most)
+    (CHUNK_BYTES / row_bytes / CHUNK_STEP * CHUNK_STEP).clamp(CHUNK_STEP, CHUNK_ROWS)
 }
 
 /// One tile: rows of x times panels, summed over a cut of K.
@@ -78,6 +79,11 @@ pub(super) trait MicroKernel: Copy {
     /// Most panels of a tile when there are so many rows.
     fn max_panels(self, num_rows: usize) -> usize;
 
+    /// `MAX_DEPTH`, or more where blocks of so many rows or more by so many panels cannot go on from such sums.
+    fn max_depth(self, _num_rows: usize, _num_panels: usize) -> usize {
+        Self::MAX_DEPTH
+    }
+
     /// Computes a tile.
     ///
     /// # Safety
@@ -103,29 +109,8 @@ struct Sums {
     places: [*mut f32; 2],
     /// Which of them the complete ones came into.
     turn: usize,
-    /// Rows of the product that are left to write, and their panels.
-    rows: Range<usize>,
-    panels: Range<usize>,
-    /// Sums of the first of the rows.
-    next: *mut f32,
+    complete: Block,
 }
-
-/// Writes what is complete.
-struct Writing<'w, 'k, S> {
-    piece: &'w Piece<'k>,
-    simd: S,
-    sums: &'w mut Sums,
-}
-
-impl<S: Simd> Meanwhile for Writing<'_, '_, S> {
-    #[inline(always)]
-    fn next(&mut self) -> bool {
-        self.piece.write_rows(self.simd, self.sums)
-    }
-}
-
-/// Rows that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
-const ROWS_A_STEP: usize = 2;
 
 /// Some rows of a call against some panels.
 #[derive(Clone, Debug)]
@@ -182,9 +167,7 @@ impl Piece<'_> {
         let mut sums = Sums {
             places: [first, first.wrapping_add(block_len)],
             turn: 0,
-            rows: 0..0,
-            panels: 0..0,
-            next: first,
+            complete: Block::empty(),
         };
         for first_row in self.rows.clone().step_by(rows_per_chunk) {
             let rows = first_row..self.rows.end.min(first_row + rows_per_chunk);
@@ -193,7 +176,9 @@ impl Piece<'_> {
                 self.multiply_group(simd, kernel, rows.clone(), panels, &mut sums);
             }
         }
-        while self.write_rows(simd, &mut sums) {}
+        // SAFETY: as in `multiply_group`.
+        let mut writing = unsafe { Writing::begin(simd, self.call, &sums.complete) };
+        while writing.next() {}
     }
 
     /// A chunk of rows against a group of panels. Writes what was complete before, and leaves the last block so.
@@ -212,7 +197,11 @@ impl Piece<'_> {
         let max_panels = kernel.max_panels(rows.len());
         let block = block_len(rows.len(), M::MAX_ROWS);
         let num_blocks = rows.len().div_ceil(block);
-        let max_depth = if rows.len() > block { M::MAX_DEPTH } else { depth };
+        let max_depth = if num_blocks > 1 {
+            kernel.max_depth(rows.len() - (num_blocks - 1) * block, panels.len())
+        } else {
+            depth
+        };
         let step = weight.arithmetic().step();
         let cut = block_len(depth, max_depth).next_multiple_of(step);
         let step_bytes = step * LANES * weight.dtype().size();
@@ -251,23 +240,20 @@ impl Piece<'_> {
                             .wrapping_add(lines_before * CACHE_LINE_BYTES),
                         ahead_lines: share.min(lines.saturating_sub(idx * share)),
                     };
-                    let mut writing = Writing {
-                        piece: self,
-                        simd,
-                        sums,
-                    };
-                    // SAFETY: the caller of `Linear::run` vouches for x; panels and sums are ours, and reach as far;
-                    // what is written was in the other place, or complete before.
-                    unsafe { kernel.tile_while(&tile, &mut writing) };
+                    let complete = std::mem::replace(&mut sums.complete, Block::empty());
+                    // SAFETY: the caller of `Linear::run` vouches for x and the results; panels and sums are ours, and
+                    // reach as far; what is written was in the other place, or complete before.
+                    unsafe {
+                        let mut writing = Writing::begin(simd, self.call, &complete);
+                        kernel.tile_while(&tile, &mut writing);
+                    }
                 }
                 if next_k == depth {
-                    while self.write_rows(simd, sums) {}
-                    *sums = Sums {
-                        places: sums.places,
-                        turn,
+                    sums.turn = turn;
+                    sums.complete = Block {
                         rows: block_rows,
                         panels: panels.clone(),
-                        next: place,
+                        sums: place,
                     };
                 }
             }
@@ -284,64 +270,6 @@ impl Piece<'_> {
         } else {
             self.then
                 .wrapping_add((panel - group.start) * weight.panel_bytes())
-        }
-    }
-
-    /// Writes the next rows of those that are complete; false if none is left.
-    #[inline(always)]
-    fn write_rows<S: Simd>(&self, simd: S, sums: &mut Sums) -> bool {
-        let stride = sums.panels.len() * LANES;
-        for row in sums.rows.by_ref().take(ROWS_A_STEP) {
-            // SAFETY: rows of sums follow each other, and no tile uses the place of those that are complete.
-            let row_sums = unsafe { std::slice::from_raw_parts(sums.next, stride) };
-            self.write_row(simd, row, sums.panels.start, row_sums.as_chunks().0);
-            sums.next = sums.next.wrapping_add(stride);
-        }
-        !sums.rows.is_empty()
-    }
-
-    /// Adds the bias, applies the gate, rounds and writes.
-    #[inline(always)]
-    fn write_row<S: Simd>(&self, simd: S, row: usize, first_panel: usize, sums: &[[f32; LANES]]) {
-        let (weight, out) = (self.call.weight, &self.call.out);
-        // Gated columns and those that gate them come by turns.
-        let turns = if weight.is_gated() { 2 } else { 1 };
-        for idx in 0..sums.len() / turns {
-            let result = if weight.is_gated() {
-                let [gate, up] = [&sums[2 * idx], &sums[2 * idx + 1]];
-                let panel = first_panel + 2 * idx;
-                let gate = silu(simd, self.shifted(simd, gate, panel));
-                simd.mul(gate, self.shifted(simd, up, panel + 1))
-            } else {
-                self.shifted(simd, &sums[idx], first_panel + idx)
-            };
-            write(simd, out, row, (first_panel / turns + idx) * LANES, result);
-        }
-    }
-
-    /// Sums of a panel's columns, and the bias.
-    #[inline(always)]
-    fn shifted<S: Simd>(&self, simd: S, sums: &[f32; LANES], panel: usize) -> S::V {
-        let sums = simd.load(sums);
-        match self.call.weight.bias().as_chunks().0.get(panel) {
-            Some(bias) => simd.add(sums, simd.load(bias)),
-            None => sums,
-        }
-    }
-}
-
-/// Rounds and writes sixteen columns, or those of them that there are.
-#[inline(always)]
-fn write<S: Simd>(simd: S, out: &MatrixView, row: usize, column: usize, vector: S::V) {
-    let len = LANES.min(out.width.saturating_sub(column));
-    // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece has them.
-    unsafe {
-        if len == LANES {
-            store_vector(simd, out.dtype, vector, out.at(row, column));
-        } else if len > 0 {
-            let mut lanes = [0.0; LANES];
-            simd.store(vector, &mut lanes);
-            store_row(out.dtype, &lanes[..len], out.at(row, column));
         }
     }
 }
