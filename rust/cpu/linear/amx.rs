@@ -10,13 +10,14 @@
 )]
 
 use std::arch::asm;
-use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 
 use super::amx_blocks;
 use super::piece::{Meanwhile, MicroKernel, Tile};
 use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
+use crate::memory::CACHE_LINE_BYTES;
 
 /// Rows of the upper and of the lower tiles, as configured; none at first.
 pub(super) type Shape = Cell<(usize, usize)>;
@@ -53,57 +54,140 @@ impl<'a> Tiles<'a> {
     }
 }
 
-/// Asks for the next kilobyte at `{ahead}`: into the second-level cache, since it is more than the nearest one holds.
-macro_rules! fetch {
-    () => {
-        concat!(
-            "prefetcht1 [{ahead} + 0]\n",
-            "prefetcht1 [{ahead} + 64]\n",
-            "prefetcht1 [{ahead} + 128]\n",
-            "prefetcht1 [{ahead} + 192]\n",
-            "prefetcht1 [{ahead} + 256]\n",
-            "prefetcht1 [{ahead} + 320]\n",
-            "prefetcht1 [{ahead} + 384]\n",
-            "prefetcht1 [{ahead} + 448]\n",
-            "prefetcht1 [{ahead} + 512]\n",
-            "prefetcht1 [{ahead} + 576]\n",
-            "prefetcht1 [{ahead} + 640]\n",
-            "prefetcht1 [{ahead} + 704]\n",
-            "prefetcht1 [{ahead} + 768]\n",
-            "prefetcht1 [{ahead} + 832]\n",
-            "prefetcht1 [{ahead} + 896]\n",
-            "prefetcht1 [{ahead} + 960]\n",
-            "add {ahead}, 1024",
-        )
+/// Steps along K between what is multiplied and what is asked for from memory: 8 KB of each panel.
+const LEAD_STEPS: usize = 8;
+/// Bytes of a step along K in a panel, one tile, and its cache lines.
+const STEP_BYTES: usize = TILE_LEN * ROW_BYTES;
+const STEP_LINES: usize = STEP_BYTES / CACHE_LINE_BYTES;
+
+/// Asks for what is loaded next, in small parts between the instructions of a tile.
+///
+/// Requests that come many at a time fill the buffers in which the core waits for memory, and the loads of tiles queue
+/// up behind them; and products that wait for loads from the second-level cache take longer. So every part asks for a
+/// few lines from memory, into the second-level cache, and for as many of the next step into the nearest one.
+struct Requests<'t> {
+    tile: &'t Tile,
+    /// The step from which on the panels end within `LEAD_STEPS`.
+    last_steps: usize,
+    /// What is asked for from memory next.
+    ahead: *const u8,
+    /// Bytes from a panel that is asked for to the next one.
+    stride: usize,
+    /// Where the first panel is asked for in this step.
+    first: *const u8,
+}
+
+impl<'t> Requests<'t> {
+    #[inline(always)]
+    fn new(tile: &'t Tile) -> Self {
+        Self {
+            tile,
+            last_steps: (tile.depth / DEPTH).saturating_sub(LEAD_STEPS),
+            ahead: tile.ahead,
+            stride: tile.panel_stride,
+            first: tile.panels.wrapping_add(LEAD_STEPS * STEP_BYTES),
+        }
+    }
+
+    /// Begins a step. Panels that are read once are asked for `LEAD_STEPS` before that, those of the next tile at the
+    /// end. If other rows are multiplied by them too, what is asked for is the share of these rows of the next tile.
+    #[inline(always)]
+    fn begin_step(&mut self, step: usize) {
+        if self.tile.stays {
+            return;
+        }
+        if step == self.last_steps {
+            let missing = (step + LEAD_STEPS).saturating_sub(self.tile.depth / DEPTH);
+            self.first = self.tile.ahead.wrapping_add(missing * STEP_BYTES);
+            self.stride = self.tile.ahead_stride;
+        }
+        self.ahead = self.first;
+        self.first = self.first.wrapping_add(STEP_BYTES);
+    }
+
+    /// One of `PARTS` parts of the requests that belong to a panel of the tile, which is at `weights`.
+    #[inline(always)]
+    fn part<const PARTS: usize>(&mut self, part: usize, panel: usize, weights: *const u8) {
+        let lines = STEP_LINES / PARTS;
+        if self.tile.stays {
+            let (slot, slots) = (panel * PARTS + part, self.tile.num_panels * PARTS);
+            let until = |slot: usize| self.tile.ahead_lines * slot / slots;
+            for _ in until(slot)..until(slot + 1) {
+                prefetch::<_MM_HINT_T1>(self.ahead);
+                self.ahead = self.ahead.wrapping_add(CACHE_LINE_BYTES);
+            }
+        } else {
+            let at = self.ahead.wrapping_add(panel * self.stride);
+            for line in lines * part..lines * (part + 1) {
+                prefetch::<_MM_HINT_T1>(at.wrapping_add(line * CACHE_LINE_BYTES));
+            }
+        }
+        let next = weights.wrapping_add(STEP_BYTES);
+        for line in lines * part..lines * (part + 1) {
+            prefetch::<_MM_HINT_T0>(next.wrapping_add(line * CACHE_LINE_BYTES));
+        }
+    }
+
+    /// The same lines of x, of which there is one in every row, in the next step.
+    #[inline(always)]
+    fn rows<const LEN: usize>(&self, x: *const u8, first_row: usize) {
+        for row in first_row..first_row + LEN {
+            prefetch::<_MM_HINT_T0>(x.wrapping_add(ROW_BYTES + row * self.tile.x_stride));
+        }
+    }
+}
+
+/// Asks for a line, which may be any.
+#[inline(always)]
+fn prefetch<const HINT: i32>(address: *const u8) {
+    // SAFETY: a prefetch accesses nothing.
+    unsafe { _mm_prefetch::<HINT>(address.cast()) };
+}
+
+/// Zeroes a tile.
+macro_rules! zero {
+    ($($tile:literal),+) => {
+        asm!($(concat!("tilezero tmm", $tile)),+, options(nostack, nomem, preserves_flags))
     };
 }
 
-/// A step of two by two tiles, whose rows of x and weights are loaded by the given instructions. All loads come before
-/// the products, and products of the same weights follow each other: both take less power, by which these instructions
-/// are bound when many cores use them.
-macro_rules! two_by_two {
-    ($x:expr, $weights:expr, $x_stride:expr, $load_x:literal, $load_w:literal) => {
+/// Loads a tile from an address, rows some bytes apart.
+macro_rules! load {
+    ($tile:literal, $address:expr, $stride:expr) => {
         asm!(
-            concat!($load_x, " tmm4, [{x0} + {xs}*1]"), concat!($load_x, " tmm5, [{x1} + {xs}*1]"),
-            concat!($load_w, " tmm6, [{w0} + {row}*1]"), concat!($load_w, " tmm7, [{w1} + {row}*1]"),
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            x0 = in(reg) $x[0],
-            x1 = in(reg) $x[1],
-            w0 = in(reg) $weights[0],
-            w1 = in(reg) $weights[1],
-            xs = in(reg) $x_stride,
-            row = in(reg) ROW_BYTES,
-            options(nostack, readonly),
+            concat!("tileloadd tmm", $tile, ", [{address} + {stride}*1]"),
+            address = in(reg) $address,
+            stride = in(reg) $stride,
+            options(nostack, readonly, preserves_flags),
         )
     };
 }
 
-/// Up to 32 rows, more than 16, by two panels. What passes by once is loaded so that it does not displace what stays in
-/// the nearest cache (`tileloaddt1`). Between the steps, which leave most units of the processor idle, what is read next
-/// is fetched from afar, and a part of `meanwhile` is done.
+/// Adds the product of a tile of x and one of weights to one of sums.
+macro_rules! multiply {
+    ($sums:literal, $x:literal, $weights:literal) => {
+        asm!(
+            concat!("tdpbf16ps tmm", $sums, ", tmm", $x, ", tmm", $weights),
+            options(nostack, nomem, preserves_flags)
+        )
+    };
+}
+
+/// Stores a tile of sums.
+macro_rules! store {
+    ($tile:literal, $sums:expr, $stride:expr) => {
+        asm!(
+            concat!("tilestored [{sums} + {stride}*1], tmm", $tile),
+            sums = in(reg) $sums,
+            stride = in(reg) $stride,
+            options(nostack, preserves_flags),
+        )
+    };
+}
+
+/// Up to 32 rows, more than 16, by two panels. Products of the same weights follow each other, which takes less power.
+/// Between the instructions, which leave most units of the processor idle, what is read next is asked for, and a part
+/// of `meanwhile` is done in every step.
 ///
 /// # Safety
 /// As `MicroKernel::tile_while`; the tiles are configured.
@@ -111,85 +195,89 @@ macro_rules! two_by_two {
 unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
     let mut x = [0, TILE_LEN].map(|row| tile.x.wrapping_add(row * tile.x_stride));
     let mut weights = [0, 1].map(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
-    let mut ahead = tile.ahead;
-    // SAFETY: the caller vouches for the memory, and configured the tiles; a prefetch may ask for any address. What the
-    // registers hold stays from one instruction to the next, since the compiler knows none of them.
+    let mut requests = Requests::new(tile);
+    // SAFETY: the caller vouches for the memory, and configured the tiles. What the registers hold stays from one
+    // instruction to the next, since the compiler knows none of them.
     unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            options(nostack)
-        );
-        for _ in 0..tile.depth / DEPTH {
-            two_by_two!(x, weights, tile.x_stride, "tileloadd", "tileloaddt1");
-            for _ in 0..tile.ahead_lines {
-                _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
-                ahead = ahead.wrapping_add(ROW_BYTES);
-            }
+        zero!(0, 1, 2, 3);
+        for step in 0..tile.depth / DEPTH {
+            requests.begin_step(step);
+            load!(4, x[0], tile.x_stride);
+            requests.part::<4>(0, 0, weights[0]);
+            load!(5, x[1], tile.x_stride);
+            requests.part::<4>(1, 0, weights[0]);
+            load!(6, weights[0], ROW_BYTES);
+            requests.part::<4>(2, 0, weights[0]);
+            multiply!(0, 4, 6);
+            requests.part::<4>(3, 0, weights[0]);
+            requests.rows::<TILE_LEN>(x[0], 0);
+            multiply!(2, 5, 6);
+            requests.part::<4>(0, 1, weights[1]);
+            load!(7, weights[1], ROW_BYTES);
+            requests.part::<4>(1, 1, weights[1]);
+            multiply!(1, 4, 7);
+            requests.part::<4>(2, 1, weights[1]);
+            requests.rows::<TILE_LEN>(x[1], 0);
+            multiply!(3, 5, 7);
+            requests.part::<4>(3, 1, weights[1]);
             meanwhile.next();
             x = x.map(|rows| rows.wrapping_add(ROW_BYTES));
-            weights = weights.map(|panel| panel.wrapping_add(TILE_LEN * ROW_BYTES));
+            weights = weights.map(|panel| panel.wrapping_add(STEP_BYTES));
         }
-        asm!(
-            "tilestored [{upper} + {stride}*1], tmm0", "tilestored [{upper} + {stride}*1 + 64], tmm1",
-            "tilestored [{lower} + {stride}*1], tmm2", "tilestored [{lower} + {stride}*1 + 64], tmm3",
-            upper = in(reg) tile.sums,
-            lower = in(reg) tile.sums.wrapping_add(TILE_LEN * tile.sums_stride),
-            stride = in(reg) tile.sums_stride * size_of::<f32>(),
-            options(nostack),
-        );
+        let stride = tile.sums_stride * size_of::<f32>();
+        let lower = tile.sums.wrapping_add(TILE_LEN * tile.sums_stride);
+        store!(0, tile.sums, stride);
+        store!(1, tile.sums.wrapping_add(LANES), stride);
+        store!(2, lower, stride);
+        store!(3, lower.wrapping_add(LANES), stride);
     }
 }
 
-/// Up to 16 rows by some panels: for each of them its tile of sums, its register and that of its weights.
-macro_rules! one_by_some {
-    ($tile:expr, $(($sums:literal, $weights:literal, $panel:ident, $idx:literal)),+) => {{
-        let tile: &Tile = $tile;
-        asm!(
-            $(concat!("tilezero ", $sums),)+
-            "2:",
-            "tileloadd tmm4, [{x} + {xs}*1]",
-            $(
-                concat!("tileloadd ", $weights, ", [{", stringify!($panel), "} + {row}*1]"),
-                concat!("tdpbf16ps ", $sums, ", tmm4, ", $weights),
-                fetch!(),
-                concat!("add {", stringify!($panel), "}, 1024"),
-            )+
-            "add {x}, 64",
-            "dec {steps}", "jnz 2b",
-            $(concat!("tilestored [{s} + {ss}*1 + 64*", $idx, "], ", $sums),)+
-            x = inout(reg) tile.x => _,
-            xs = in(reg) tile.x_stride,
-            $($panel = inout(reg) tile.panels.wrapping_add($idx * tile.panel_stride) => _,)+
-            ahead = inout(reg) tile.ahead => _,
-            row = in(reg) ROW_BYTES,
-            steps = inout(reg) tile.depth / DEPTH => _,
-            s = in(reg) tile.sums,
-            ss = in(reg) tile.sums_stride * size_of::<f32>(),
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nostack),
-        );
-    }};
-}
-
-/// Up to 16 rows by one, two or four panels. What is read next is fetched from afar meanwhile.
-unsafe fn one_by_some(tile: &Tile) {
-    // SAFETY: the caller vouches for the memory, and configured the tiles; a prefetch may ask for any address.
+/// Up to 16 rows by one, two or four panels.
+///
+/// # Safety
+/// As `MicroKernel::tile`; the tiles are configured.
+unsafe fn one_by_some<const PANELS: usize>(tile: &Tile) {
+    let mut x = tile.x;
+    let mut weights: [_; PANELS] =
+        std::array::from_fn(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
+    let mut requests = Requests::new(tile);
+    // SAFETY: as in `two_by_two`.
     unsafe {
-        match tile.num_panels {
-            4 => one_by_some!(
-                tile,
-                ("tmm0", "tmm6", w0, 0),
-                ("tmm1", "tmm7", w1, 1),
-                ("tmm2", "tmm6", w2, 2),
-                ("tmm3", "tmm7", w3, 3)
-            ),
-            2 => one_by_some!(tile, ("tmm0", "tmm6", w0, 0), ("tmm1", "tmm7", w1, 1)),
-            _ => one_by_some!(tile, ("tmm0", "tmm6", w0, 0)),
+        macro_rules! panel {
+            ($panel:literal, $weights:literal) => {
+                if $panel < PANELS {
+                    load!($weights, weights[$panel], ROW_BYTES);
+                    requests.part::<2>(0, $panel, weights[$panel]);
+                    requests.rows::<4>(x, 4 * $panel);
+                    multiply!($panel, 4, $weights);
+                    requests.part::<2>(1, $panel, weights[$panel]);
+                }
+            };
         }
+        zero!(0, 1, 2, 3);
+        for step in 0..tile.depth / DEPTH {
+            requests.begin_step(step);
+            load!(4, x, tile.x_stride);
+            panel!(0, 6);
+            panel!(1, 7);
+            panel!(2, 6);
+            panel!(3, 7);
+            x = x.wrapping_add(ROW_BYTES);
+            weights = weights.map(|panel| panel.wrapping_add(STEP_BYTES));
+        }
+        macro_rules! store_panel {
+            ($panel:literal) => {
+                if $panel < PANELS {
+                    let sums = tile.sums.wrapping_add($panel * LANES);
+                    store!($panel, sums, tile.sums_stride * size_of::<f32>());
+                }
+            };
+        }
+        store_panel!(0);
+        store_panel!(1);
+        store_panel!(2);
+        store_panel!(3);
     }
 }
 
@@ -235,7 +323,13 @@ impl MicroKernel for Tiles<'_> {
         if lower == 0 && tile.num_panels != 3 {
             self.configure(tile.num_rows, 0);
             // SAFETY: passed on.
-            unsafe { one_by_some(tile) };
+            unsafe {
+                match tile.num_panels {
+                    4 => one_by_some::<4>(tile),
+                    2 => one_by_some::<2>(tile),
+                    _ => one_by_some::<1>(tile),
+                }
+            }
             return;
         }
         for first_row in (0..tile.num_rows).step_by(TILE_LEN) {
@@ -253,7 +347,7 @@ impl MicroKernel for Tiles<'_> {
                     ..*tile
                 };
                 // SAFETY: a part of what the caller vouches for.
-                unsafe { one_by_some(&part) };
+                unsafe { one_by_some::<1>(&part) };
             }
         }
     }

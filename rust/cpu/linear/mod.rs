@@ -147,7 +147,7 @@ impl Linear<'_> {
                     let panels = cut(turn)..cut(turn + 1);
                     let next_of_share = next.as_ref().and_then(|(weight, shares)| {
                         let share = shares.get(idx)?;
-                        Some(weight.panel(share.start))
+                        Some((weight.panel(share.start), weight.panel_bytes()))
                     });
                     pieces.push(piece::Piece {
                         call: self,
@@ -155,9 +155,10 @@ impl Linear<'_> {
                         rows: first_row..x.num_rows.min(first_row + rows_per_piece),
                         // The next piece of the share begins where this one ends.
                         then: if panels.end < share.end {
-                            self.weight.panel(panels.end)
+                            (self.weight.panel(panels.end), self.weight.panel_bytes())
                         } else {
-                            next_of_share.unwrap_or(self.weight.panel(share.start))
+                            next_of_share
+                                .unwrap_or((self.weight.panel(share.start), self.weight.panel_bytes()))
                         },
                         panels,
                     });

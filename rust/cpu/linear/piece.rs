@@ -57,6 +57,8 @@ pub(super) struct Tile {
     pub(super) stays: bool,
     /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
     pub(super) ahead: *const u8,
+    /// Bytes from a panel of it to the next.
+    pub(super) ahead_stride: usize,
     /// Cache lines of it to fetch in a step along K: the blocks of rows and the cuts share them out, since memory
     /// delivers little at a time.
     pub(super) ahead_lines: usize,
@@ -120,8 +122,9 @@ pub(super) struct Piece<'k> {
     pub(super) x: MatrixView,
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
-    /// Panels that the thread will probably read after these, if it is known; else some that it has read.
-    pub(super) then: *const u8,
+    /// Panels that the thread will probably read after these, if it is known; else some that it has read. And the
+    /// bytes from each to the next.
+    pub(super) then: (*const u8, usize),
 }
 
 // SAFETY: `then` is never followed, only fetched from; the rest may be sent.
@@ -223,6 +226,7 @@ impl Piece<'_> {
                     let lines = (num_panels * step_bytes).div_ceil(CACHE_LINE_BYTES);
                     let share = lines.div_ceil(num_blocks);
                     let lines_before = first_k / step * lines + idx * share * num_steps;
+                    let (ahead, ahead_stride) = self.ahead(&panels, panel);
                     let tile = Tile {
                         num_rows: block_rows.len(),
                         num_panels,
@@ -235,9 +239,8 @@ impl Piece<'_> {
                         sums_stride: stride,
                         resumes: first_k > 0,
                         stays: num_blocks > 1,
-                        ahead: self
-                            .ahead(&panels, panel)
-                            .wrapping_add(lines_before * CACHE_LINE_BYTES),
+                        ahead: ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
+                        ahead_stride,
                         ahead_lines: share.min(lines.saturating_sub(idx * share)),
                     };
                     let complete = std::mem::replace(&mut sums.complete, Block::empty());
@@ -260,17 +263,17 @@ impl Piece<'_> {
         }
     }
 
-    /// What is read after the panels from `panel` on of a group: those at the same place of the next group.
+    /// What is read after the panels from `panel` on of a group: those at the same place of the next group, and the
+    /// bytes from each of them to the next.
     #[inline(always)]
-    fn ahead(&self, group: &Range<usize>, panel: usize) -> *const u8 {
+    fn ahead(&self, group: &Range<usize>, panel: usize) -> (*const u8, usize) {
         let weight = self.call.weight;
         let next_panel = panel + group.len();
         if next_panel < self.panels.end {
-            weight.panel(next_panel)
-        } else {
-            self.then
-                .wrapping_add((panel - group.start) * weight.panel_bytes())
+            return (weight.panel(next_panel), weight.panel_bytes());
         }
+        let (then, stride) = self.then;
+        (then.wrapping_add((panel - group.start) * stride), stride)
     }
 }
 
