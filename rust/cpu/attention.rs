@@ -13,7 +13,7 @@ use super::InvalidArgument;
 use super::isa::{AlignedBuffer, Isa, Kernel, Simd};
 use super::plan::{Join, Outcome, Piece, Plan, Prefix};
 use super::pool;
-use super::prefetch::Prefetch;
+use super::prefetch::{LEAD_SLOTS, Prefetch};
 use super::tensor::{CacheView, RowsView};
 use super::tile::{Scratch, Tile};
 #[cfg(target_arch = "x86_64")]
@@ -87,7 +87,7 @@ impl Kernel for ComputeJob<'_, '_> {
         let _tiles =
             tile_amx::suits(simd, &self.call.query, &self.call.key_cache).map(tile_amx::Configured::new);
         let caches = [&self.call.key_cache, &self.call.value_cache];
-        let mut prefetch = Prefetch::new(simd, self.call.plan, caches, self.pieces);
+        let mut prefetch = Prefetch::new(simd, self.call.plan, caches, self.pieces, LEAD_SLOTS);
         for piece in self.pieces {
             self.call
                 .compute(simd, piece, self.partials, self.scratch, &mut prefetch);

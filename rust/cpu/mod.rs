@@ -14,7 +14,7 @@
 //! | `linear` | products with packed weights; a directory with a table of its own |
 //! | `plan` | how the attention of a step is cut into pieces, once for all layers; who shares what |
 //! | `attention` | the pieces of a layer on threads |
-//! | `tile`, `tile_loops` | the arithmetic of one piece in f32, and its inner loops |
+//! | `tile`, `tile_loops`, `tile_direct` | the arithmetic of one piece in f32, and its inner loops for many and for few rows |
 //! | `tile_amx`, `prompt_amx` | the same in bf16 on matrix tiles, of few rows and of many |
 //! | `softmax_amx`, `values_amx`, `amx` | what lies between their products, and their instructions |
 //! | `prefetch` | keys and values, and runs of bytes, asked for before their turn |
@@ -58,6 +58,7 @@ pub mod tensor;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tile_amx;
+mod tile_direct;
 mod tile_loops;
 #[cfg(target_arch = "x86_64")]
 mod values_amx;

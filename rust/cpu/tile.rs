@@ -30,13 +30,11 @@ use super::prefetch::Prefetch;
 use super::tensor::{CacheView, RowsView};
 #[cfg(target_arch = "x86_64")]
 use super::tile_amx;
+use super::tile_direct::{self, ScoreKeys, WeighValues};
 use super::tile_loops::{
     KEY_TILE, ROW_TILE, SPLIT_LEN, Slots, pack_keys, pack_values, padded, partial_row_len, score_groups,
     soften, vector_at, vector_at_mut, weigh,
 };
-
-/// Rows up to which values in f32 are read where they are.
-const MAX_ROWS_IN_PLACE: usize = 8;
 
 /// The work on one tile.
 #[derive(Clone, Copy, Debug)]
@@ -101,6 +99,11 @@ impl Tile<'_> {
     pub(super) fn visible(&self, row: usize, split: usize) -> usize {
         let visible = self.tokens[row / self.group_size].visible;
         visible.saturating_sub(split * SPLIT_LEN).min(SPLIT_LEN)
+    }
+
+    /// Whether it reads keys and values straight from the cache, since copies would pay only if more rows read them.
+    fn is_direct<S: Simd>(&self) -> bool {
+        self.tokens.len() == 1 && tile_direct::suits::<S>(self.group_size)
     }
 
     /// The slots of the sequence from a position on.
@@ -202,6 +205,15 @@ impl Tile<'_> {
         let keys = scratch.keys.slice(0..KEY_TILE * head_dim);
         let start = split * SPLIT_LEN;
         let mut slots = self.slots(&self.key_cache, start);
+        if self.is_direct::<S>() {
+            return simd.run(ScoreKeys {
+                slots,
+                num_keys,
+                prefetch,
+                query,
+                scores,
+            });
+        }
         for tile_start in (0..num_keys).step_by(KEY_TILE) {
             let tile_len = KEY_TILE.min(num_keys - tile_start);
             // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
@@ -244,21 +256,20 @@ impl Tile<'_> {
         let packed = scratch.values.slice(0..KEY_TILE * width);
         let start = split * SPLIT_LEN;
         let mut slots = self.slots(&self.value_cache, start);
-        // Copies would pay only if more rows read them.
-        let in_place = rows <= MAX_ROWS_IN_PLACE && slots.are_f32_rows();
-        let mut tile_start = 0;
-        while tile_start < num_keys {
-            let max_len = KEY_TILE.min(num_keys - tile_start);
+        if self.is_direct::<S>() {
+            return simd.run(WeighValues {
+                slots,
+                num_keys,
+                prefetch,
+                weights,
+                sums: partial,
+            });
+        }
+        for tile_start in (0..num_keys).step_by(KEY_TILE) {
+            let tile_len = KEY_TILE.min(num_keys - tile_start);
             // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
-            let values = unsafe {
-                if in_place {
-                    slots.next_rows(simd, max_len, prefetch)
-                } else {
-                    pack_values(simd, &mut slots, max_len, prefetch, packed);
-                    &packed[..max_len * width]
-                }
-            };
-            let tile_len = values.len() / width;
+            unsafe { pack_values(simd, &mut slots, tile_len, prefetch, packed) };
+            let values = &packed[..tile_len * width];
             let mut row = first_row;
             while row < rows {
                 let count = ROW_TILE.min(rows - row);
@@ -282,7 +293,6 @@ impl Tile<'_> {
                 }
                 row += count;
             }
-            tile_start += tile_len;
         }
     }
 

@@ -49,45 +49,49 @@ impl<'a> Slots<'a> {
         let block =
             usize::try_from(*self.table.get(self.block_idx)?).expect("checked: no block id is negative");
         let row = self.cache.row(block, self.kv_head, self.offset);
-        self.offset += 1;
+        self.skip(1);
+        Some(row)
+    }
+
+    /// Elements of a row.
+    pub(super) fn head_dim(&self) -> usize {
+        self.cache.head_dim
+    }
+
+    /// Their type.
+    pub(super) fn dtype(&self) -> Dtype {
+        self.cache.dtype
+    }
+
+    /// Addresses of the next positions' rows, at most sixteen; the last one fills the rest up.
+    #[inline(always)]
+    pub(super) fn next_rows(&mut self, count: usize) -> [*const u8; LANES] {
+        let first = self.next_row().expect("checked: the table holds the sequence");
+        let mut rows = [first; LANES];
+        if self.offset != 0 && self.offset - 1 + count <= self.cache.block_size {
+            // They are in one block, as they mostly are.
+            let stride = self.cache.slot_stride * self.cache.dtype.size();
+            for (idx, row) in rows.iter_mut().enumerate() {
+                *row = first.wrapping_add(idx.min(count - 1) * stride);
+            }
+            self.skip(count - 1);
+            return rows;
+        }
+        for idx in 1..count {
+            rows[idx] = self.next_row().expect("checked: the table holds the sequence");
+        }
+        let last = rows[count - 1];
+        rows[count..].fill(last);
+        rows
+    }
+
+    /// Passes positions of the present block by.
+    #[inline(always)]
+    fn skip(&mut self, count: usize) {
+        self.offset += count;
         if self.offset == self.cache.block_size {
             self.offset = 0;
             self.block_idx += 1;
-        }
-        Some(row)
-    }
-}
-
-impl Slots<'_> {
-    /// Whether a run of slots is an array of f32 rows without gaps, which needs no widening.
-    pub(super) fn are_f32_rows(&self) -> bool {
-        let cache = self.cache;
-        cache.dtype == Dtype::F32
-            && cache.slot_stride == cache.head_dim
-            && cache.head_dim.is_multiple_of(LANES)
-    }
-
-    /// The next slots of one block, at most so many, where they are f32 rows without gaps. Asks for as many ahead.
-    ///
-    /// # Safety
-    /// They are readable, and nobody writes them in the lifetime of the result.
-    #[inline(always)]
-    pub(super) unsafe fn next_rows<'r, S: Simd>(
-        &mut self,
-        simd: S,
-        max_rows: usize,
-        prefetch: &mut Prefetch<'_>,
-    ) -> &'r [f32] {
-        let num_rows = max_rows.min(self.cache.block_size - self.offset);
-        prefetch.advance(simd, num_rows);
-        let first = self.next_row().expect("checked: the table holds the sequence");
-        for _ in 1..num_rows {
-            self.next_row();
-        }
-        #[expect(clippy::cast_ptr_alignment, reason = "the rows are f32")]
-        // SAFETY: passed on; the rows of a block lie one after the other.
-        unsafe {
-            std::slice::from_raw_parts(first.cast::<f32>(), num_rows * self.cache.head_dim)
         }
     }
 }
@@ -104,7 +108,7 @@ pub(super) const fn padded(head_dim: usize) -> usize {
 
 /// Reads the last elements of a row, fewer than a vector; zeros pad it.
 #[inline(always)]
-unsafe fn load_tail<S: Simd, E: Element>(simd: S, src: *const u8, len: usize) -> S::V {
+pub(super) unsafe fn load_tail<S: Simd, E: Element>(simd: S, src: *const u8, len: usize) -> S::V {
     let mut tail = [0.0; LANES];
     // SAFETY: the caller vouches for the elements.
     unsafe { load_row(E::DTYPE, src, &mut tail[..len]) };
@@ -121,6 +125,7 @@ macro_rules! by_dtype {
         }
     };
 }
+pub(super) use by_dtype;
 
 /// The sixteen numbers from `start` on.
 #[inline(always)]
@@ -157,12 +162,7 @@ pub(super) unsafe fn pack_keys<S: Simd>(
         .zip(keys.chunks_exact_mut(head_dim * LANES))
     {
         let count = LANES.min(num_keys - group);
-        let mut sources = [std::ptr::null(); LANES];
-        for source in &mut sources[..count] {
-            *source = slots.next_row().expect("checked: the table holds the sequence");
-        }
-        let last = sources[count - 1];
-        sources[count..].fill(last);
+        let sources = slots.next_rows(count);
         prefetch.advance(simd, count);
         // SAFETY: the caller vouches for the slots.
         unsafe {
