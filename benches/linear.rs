@@ -4,7 +4,7 @@
 //! arithmetic on registers alone. `linear/<arithmetic>/<K>x<N>` is M rows against weights that are visited in turns, as
 //! in a step, so that they come from beyond the second-level cache. Bound for M = 1: the memory bandwidth. Bound for
 //! many rows: the multiply-adds. Throughput is in bytes of weights where M = 1, else in operations (a multiply-add is
-//! two). Numbers are random, because AMX slows down with the power that it takes, and zeros take little.
+//! two). Numbers are random, as those of layers.
 //!
 //! Expected on AVX512-BF16 with two cores: 90% of `read` at M = 1, 70% of the multiply-adds at M = 32, 85% from 128 on.
 //! AMX multiplies so fast that reading its operands is the bound at every M.
