@@ -13,7 +13,8 @@
 //! and a row folds its splits in ascending order. Nothing in it depends on how many rows a tile has, on which of them
 //! are computed together, or on which thread computes which split: so a token gets the same bits as a decode, in any
 //! chunk of its prompt and in any batch. Tiles only decide what is loaded once: keys and values are widened once for
-//! all rows of a tile, keys transposed to `[head_dim][16 keys]`, such that sixteen scores are one vector.
+//! all rows of a tile, keys transposed to `[head_dim][16 keys]`, such that sixteen scores are one vector (`tile_loops`
+//! does so in memory, `tile_direct` in registers).
 //!
 //! Slots that a row may not see are never multiplied, not even by zero: their contents may be NaN. Those beyond the
 //! tile's last position are not read at all.
