@@ -1,8 +1,8 @@
 //! Sampling: one token a row, and log probabilities, without a sort of the vocabulary.
 //!
-//! A row is read once for its largest logit, which is all that a greedy one needs. Otherwise scores, and where top-p
-//! or min-p ask for them masses, go to the thread's memory, tokens that a filter drops get the score of minus infinity,
-//! and the noise is computed for those that are left. `python/pagedkv/ops/__init__.py` says what the result is, and
+//! A row is read once for its largest logit, which is all that a greedy one needs. Where there is a filter, scores, and
+//! for top-p or min-p masses, go to the thread's memory, and tokens that it drops get the score of minus infinity. The
+//! noise is computed for those of the tokens that can still be the best. `python/pagedkv/ops/__init__.py` says what the result is, and
 //! `noise` how every backend gets the same one. The callers are the bindings of `sample` and `logprobs`.
 
 #![expect(
@@ -23,7 +23,7 @@ use std::cell::RefCell;
 use super::InvalidArgument;
 use super::cut::{Count, Cut, Mass};
 use super::isa::{Isa, Kernel, LANES, Simd};
-use super::noise::{NOISE_LEN, NoiseKey, UNIT_MASS, mass};
+use super::noise::{NOISE_LEN, NoiseKey, UNIT_MASS, least_word, mass, noise};
 use super::pool;
 
 /// Words of a row's parameters in the arena.
@@ -158,7 +158,7 @@ impl Kernel for SampleRow<'_> {
         *token = if drawn && largest.is_infinite() {
             INFINITE
         } else if drawn && parameters.top_k != 1 {
-            draw(logits, largest, &parameters, scratch)
+            draw(simd, logits, largest, &parameters, scratch)
         } else {
             first_equal(logits, largest)
         };
@@ -205,32 +205,66 @@ fn first_equal(row: &[f32], value: f32) -> i64 {
     0
 }
 
+/// From logits to scores: what they are of the largest one, at a temperature. Ascending.
+#[derive(Clone, Copy)]
+struct Scale {
+    largest: f32,
+    temperature: f32,
+}
+
+impl Scale {
+    /// Of scores.
+    const NONE: Self = Self {
+        largest: 0.0,
+        temperature: 1.0,
+    };
+
+    #[inline(always)]
+    fn score(self, logit: f32) -> f32 {
+        // Adding zero turns a negative zero into a positive one, so that equal scores have equal bits.
+        (logit - self.largest) / self.temperature + 0.0
+    }
+}
+
 /// Draws a token by the largest sum of score and noise.
 #[inline(always)]
-fn draw(logits: &[f32], largest: f32, parameters: &Parameters, scratch: &mut Scratch) -> i64 {
-    let Scratch { scores, masses } = scratch;
-    scores.resize(logits.len().next_multiple_of(NOISE_LEN), 0.0);
-    let scores = &mut scores[..logits.len().next_multiple_of(NOISE_LEN)];
-    for (score, logit) in scores.iter_mut().zip(logits) {
-        // Adding zero turns a negative zero into a positive one, so that equal scores have equal bits.
-        *score = (logit - largest) / parameters.temperature + 0.0;
+fn draw<S: Simd>(
+    simd: S,
+    logits: &[f32],
+    largest: f32,
+    parameters: &Parameters,
+    scratch: &mut Scratch,
+) -> i64 {
+    let scale = Scale {
+        largest,
+        temperature: parameters.temperature,
+    };
+    let top_k = usize::try_from(parameters.top_k)
+        .ok()
+        .filter(|top_k| (1..logits.len()).contains(top_k));
+    let cuts_mass = parameters.top_p < 1.0 || parameters.min_p > 0.0;
+    if top_k.is_none() && !cuts_mass {
+        return best_with_noise(simd, logits, scale, parameters.key);
     }
-    scores[logits.len()..].fill(f32::NEG_INFINITY);
-    if let Ok(top_k) = usize::try_from(parameters.top_k)
-        && (1..logits.len()).contains(&top_k)
+    let Scratch { scores, masses } = scratch;
+    // Loops, not closures, which would be compiled without the instructions of the kernel.
+    scores.resize(logits.len(), 0.0);
+    for (place, &logit) in scores.iter_mut().zip(logits) {
+        *place = scale.score(logit);
+    }
+    if let Some(top_k) = top_k
         && let Some(cut) = Cut::find(scores, &Count, top_k as u64)
     {
         keep(scores, cut);
     }
-    if parameters.top_p < 1.0 || parameters.min_p > 0.0 {
+    if cuts_mass {
         masses.resize(scores.len(), 0);
-        let masses = &mut masses[..scores.len()];
         for (place, &score) in masses.iter_mut().zip(&*scores) {
             *place = mass(score);
         }
         keep_by_mass(scores, masses, parameters);
     }
-    best_with_noise(scores, parameters.key)
+    best_with_noise(simd, scores, Scale::NONE, parameters.key)
 }
 
 /// Drops the tokens behind a cut.
@@ -272,42 +306,64 @@ fn keep_by_mass(scores: &mut [f32], masses: &[u32], parameters: &Parameters) {
 }
 
 /// The token with the largest sum of score and noise, the first one among equal sums.
+///
+/// Few tokens can have it. The best sum so far, to begin with that of the largest score, says what noise a group of
+/// tokens needs, and the words say which do not have it, before a logarithm is taken.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
     reason = "a vocabulary is small"
 )]
 #[inline(always)]
-fn best_with_noise(scores: &[f32], key: NoiseKey) -> i64 {
-    let mut best = f32::NEG_INFINITY;
-    let mut token = 0;
-    let mut sums = [0.0; NOISE_LEN];
-    for (idx, scores) in scores.as_chunks::<NOISE_LEN>().0.iter().enumerate() {
-        let any = scores
-            .iter()
-            .fold(false, |any, &score| any | (score > f32::NEG_INFINITY));
-        if !any {
+fn best_with_noise<S: Simd>(simd: S, logits: &[f32], scale: Scale, key: NoiseKey) -> i64 {
+    let mut token = first_equal(logits, scale.largest) as usize;
+    let mut best = key.noise_of(token) + scale.score(logits[token]);
+    let (groups, rest) = logits.as_chunks::<NOISE_LEN>();
+    let mut last = [f32::NEG_INFINITY; NOISE_LEN];
+    last[..rest.len()].copy_from_slice(rest);
+    for (idx, group) in groups.iter().chain(std::iter::once(&last)).enumerate() {
+        let Some(least) = least_word(best - scale.score(largest_of_group(simd, group))) else {
+            continue;
+        };
+        let words = key.words((idx * LANES) as u32);
+        if !words.iter().flatten().fold(false, |any, &word| any | (word >= least)) {
             continue;
         }
-        key.noise((idx * LANES) as u32, &mut sums);
-        let mut largest = [f32::NEG_INFINITY; LANES];
-        for (sums, scores) in sums.chunks_mut(LANES).zip(scores.chunks(LANES)) {
-            for ((sum, score), largest) in sums.iter_mut().zip(scores).zip(&mut largest) {
-                *sum += score;
-                *largest = if *sum > *largest { *sum } else { *largest };
-            }
+        let mut sums = noise(&words);
+        for (sum, &logit) in sums.iter_mut().zip(group) {
+            *sum += scale.score(logit);
         }
-        let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
-        if largest > best {
-            best = largest;
-            token = idx * NOISE_LEN
-                + sums
-                    .iter()
-                    .position(|&sum| sum == largest)
-                    .expect("it is one of them");
+        let largest = largest_of_group(simd, &sums);
+        if largest >= best {
+            let offset = sums.iter().position(|&sum| sum == largest);
+            let first = idx * NOISE_LEN + offset.expect("it is one of them");
+            if largest > best || first < token {
+                (best, token) = (largest, first);
+            }
         }
     }
     token as i64
+}
+
+/// The largest of some numbers.
+#[inline(always)]
+fn largest_of_group<S: Simd>(simd: S, group: &[f32; NOISE_LEN]) -> f32 {
+    let vectors = group.as_chunks::<LANES>().0;
+    let halves = [
+        simd.max(simd.load(&vectors[0]), simd.load(&vectors[1])),
+        simd.max(simd.load(&vectors[2]), simd.load(&vectors[3])),
+    ];
+    let mut lanes = [0.0; LANES];
+    simd.store(simd.max(halves[0], halves[1]), &mut lanes);
+    // Halves against halves: one number after another would take longer than all the rest.
+    for width in [8, 4, 2, 1] {
+        for idx in 0..width {
+            let (a, b) = (lanes[idx], lanes[idx + width]);
+            lanes[idx] = if a > b { a } else { b };
+        }
+    }
+    lanes[0]
 }
 
 /// Log probabilities of a row before temperature and filters; all of them NaN where the row holds NaN or is infinite at its
