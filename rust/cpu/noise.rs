@@ -259,9 +259,9 @@ mod tests {
                 let reaches = gumbel(word) >= gap - NOISE_ERROR / 2.0;
                 prop_assert!(!reaches || least_word(gap).is_some_and(|least| word >= least), "{word} {gap}");
             }
-            // Not many words more than it takes: one has the gap itself within a tenth.
+            // Not many words more than it takes: its own noise is near the gap.
             if let Some(least) = least_word(gap).filter(|_| (2.0..13.0).contains(&gap)) {
-                prop_assert!(gumbel(least) > gap - 0.1, "{least} {gap}");
+                prop_assert!(gumbel(least) > gap - 0.2, "{least} {gap}");
             }
         }
 
@@ -270,7 +270,8 @@ mod tests {
             let key = NoiseKey { seed, position, sample_index };
             let all = noise(&key.words(group * 16));
             for (idx, noise) in all.into_iter().enumerate() {
-                prop_assert_eq!(key.noise_of(group as usize * NOISE_LEN + idx), noise);
+                let alone = key.noise_of(group as usize * NOISE_LEN + idx);
+                prop_assert_eq!(alone.to_bits(), noise.to_bits());
             }
         }
 
