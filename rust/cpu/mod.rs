@@ -22,6 +22,7 @@
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |
 //! | `decoder`, `layer` | a forward pass, and a layer of it: the kernels one after another, and what they hand on |
 //! | `sample`, `cut`, `noise` | sampling, where a filter cuts the ranking, and the arithmetic that all backends share |
+//! | `logprobs` | log probabilities of chosen and of most likely tokens |
 //! | `pool` | the threads |
 //! | `peak` | what the processor could do at most |
 //!
@@ -42,6 +43,7 @@ mod keys_amx;
 pub mod layer;
 pub mod level;
 pub mod linear;
+pub mod logprobs;
 mod noise;
 pub mod norm;
 pub mod peak;

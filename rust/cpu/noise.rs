@@ -58,6 +58,15 @@ const EXP2_MIN: f32 = -100.0;
 /// The bits of sqrt(1/2), where the significand of the logarithm's argument begins.
 const SQRT_HALF_BITS: u32 = 0x3f35_04f3;
 
+/// What bounds of the noise allow for: more than the error of the logarithms and that of the sums that are compared.
+const NOISE_ERROR: f32 = 1e-3;
+
+/// Above all noise: that of the largest word is 24 ln 2.
+const MAX_NOISE: f32 = 24.0 * std::f32::consts::LN_2 + NOISE_ERROR;
+
+/// The bits of a word that make no difference to its noise, and half a unit of the others.
+const UNUSED_BITS: u32 = (1 << 9) - 1;
+
 /// The part of a draw's counter and key that all of its tokens share.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NoiseKey {
@@ -66,10 +75,13 @@ pub(super) struct NoiseKey {
     pub(super) sample_index: u32,
 }
 
+/// Words of `NOISE_LEN` tokens: lane i of row j is that of token 4 i + j.
+pub(super) type NoiseWords = [[u32; LANES]; 4];
+
 impl NoiseKey {
-    /// Noise of the `NOISE_LEN` tokens from `4 * first_counter` on.
+    /// Words of the `NOISE_LEN` tokens from `4 * first_counter` on.
     #[inline(always)]
-    pub(super) fn noise(&self, first_counter: u32, out: &mut [f32; NOISE_LEN]) {
+    pub(super) fn words(&self, first_counter: u32) -> NoiseWords {
         let mut words = [[0_u32; LANES]; 4];
         for lane in 0..LANES {
             #[expect(clippy::cast_possible_truncation, reason = "a lane is a small number")]
@@ -84,16 +96,54 @@ impl NoiseKey {
                 row[lane] = word;
             }
         }
-        for (idx, row) in words.iter().enumerate() {
-            let mut noise = [0.0; LANES];
-            for (noise, &word) in noise.iter_mut().zip(row) {
-                *noise = gumbel(word);
-            }
-            for (lane, noise) in noise.into_iter().enumerate() {
-                out[4 * lane + idx] = noise;
-            }
+        words
+    }
+
+    /// Noise of one token.
+    #[expect(clippy::cast_possible_truncation, reason = "a vocabulary is small")]
+    #[inline(always)]
+    pub(super) fn noise_of(&self, token: usize) -> f32 {
+        let counter = [(token / 4) as u32, self.position, self.sample_index, 0];
+        gumbel(philox(counter, self.seed)[token % 4])
+    }
+}
+
+/// The noise that words stand for, token by token.
+#[inline(always)]
+pub(super) fn noise(words: &NoiseWords) -> [f32; NOISE_LEN] {
+    let mut out = [0.0; NOISE_LEN];
+    for (idx, row) in words.iter().enumerate() {
+        let mut noise = [0.0; LANES];
+        for (noise, &word) in noise.iter_mut().zip(row) {
+            *noise = gumbel(word);
+        }
+        for (lane, noise) in noise.into_iter().enumerate() {
+            out[4 * lane + idx] = noise;
         }
     }
+    out
+}
+
+/// A word such that the noise of all smaller ones is below `gap`; None if that of every word is.
+///
+/// Noise of at least `gap` takes 1 - u <= -ln(u) <= e^-gap, and 1 - u is the complement of the word, as a fraction of
+/// 2^32 but for the nine bits that are not used. The power is replaced by the chord between the powers of two on both
+/// sides, which is above it and costs no exponential: the number whose bits are those of its exponent, as a fraction.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "neither is negative, and the error allows for what truncation takes away"
+)]
+#[inline(always)]
+pub(super) fn least_word(gap: f32) -> Option<u32> {
+    if gap > MAX_NOISE {
+        return None;
+    }
+    // At least one half would be all words, and the chord is not needed for it.
+    let exponent = ((gap - NOISE_ERROR) * std::f32::consts::LOG2_E).max(0.0);
+    let power = f32::from_bits(((127.0 - exponent) * 8_388_608.0) as u32);
+    let complement = (power * 4_294_967_296.0) as u32;
+    Some(!complement.saturating_add(UNUSED_BITS))
 }
 
 /// Ten rounds of Philox4x32 (Salmon et al., SC 2011).
@@ -202,6 +252,29 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn no_noise_below_the_least_word_reaches_the_gap(word: u32, gap in -4.0_f32..18.0, near in 0_u32..2000) {
+            let near_end = u32::MAX - near * 100;
+            for word in [word, near_end, least_word(gap).unwrap_or(0).wrapping_sub(1)] {
+                let reaches = gumbel(word) >= gap - NOISE_ERROR / 2.0;
+                prop_assert!(!reaches || least_word(gap).is_some_and(|least| word >= least), "{word} {gap}");
+            }
+            // Not many words more than it takes: its own noise is near the gap.
+            if let Some(least) = least_word(gap).filter(|_| (2.0..13.0).contains(&gap)) {
+                prop_assert!(gumbel(least) > gap - 0.2, "{least} {gap}");
+            }
+        }
+
+        #[test]
+        fn tokens_have_the_noise_of_their_words(seed: [u32; 2], position: u32, sample_index: u32, group in 0..100_u32) {
+            let key = NoiseKey { seed, position, sample_index };
+            let all = noise(&key.words(group * 16));
+            for (idx, noise) in all.into_iter().enumerate() {
+                let alone = key.noise_of(group as usize * NOISE_LEN + idx);
+                prop_assert_eq!(alone.to_bits(), noise.to_bits());
+            }
+        }
+
         #[test]
         fn noise_and_mass_are_accurate(word: u32, score in -20.0_f32..0.0) {
             let u = (f64::from(word >> 9) + 0.5) / 8_388_608.0;

@@ -1,9 +1,9 @@
-//! Sampling: one token a row, and log probabilities, without a sort of the vocabulary.
+//! Sampling: one token a row, without a sort of the vocabulary.
 //!
-//! A row is read once for its largest logit, which is all that a greedy one needs. Otherwise scores, and where top-p
-//! or min-p ask for them masses, go to the thread's memory, tokens that a filter drops get the score of minus infinity,
-//! and the noise is computed for those that are left. `python/pagedkv/ops/__init__.py` says what the result is, and
-//! `noise` how every backend gets the same one. The callers are the bindings of `sample` and `logprobs`.
+//! A row is read once for its largest logit, which is all that a greedy one needs. Where there is a filter, scores, and
+//! for top-p or min-p masses, go to the thread's memory, and tokens that it drops get the score of minus infinity. The
+//! noise is computed for those of the tokens that can still be the best. `python/pagedkv/ops/__init__.py` says what the
+//! result is, and `noise` how every backend gets the same one. The caller is the binding of `sample`.
 
 #![expect(
     clippy::inline_always,
@@ -20,10 +20,9 @@
 
 use std::cell::RefCell;
 
-use super::InvalidArgument;
 use super::cut::{Count, Cut, Mass};
 use super::isa::{Isa, Kernel, LANES, Simd};
-use super::noise::{NOISE_LEN, NoiseKey, UNIT_MASS, mass};
+use super::noise::{NOISE_LEN, NoiseKey, NoiseWords, UNIT_MASS, least_word, mass, noise};
 use super::pool;
 
 /// Words of a row's parameters in the arena.
@@ -57,7 +56,7 @@ pub struct Logits<'a> {
 
 impl Logits<'_> {
     #[inline]
-    fn row(&self, row: usize) -> &[f32] {
+    pub(super) fn row(&self, row: usize) -> &[f32] {
         &self.values[row * self.row_stride..][..self.vocab_size]
     }
 }
@@ -158,7 +157,7 @@ impl Kernel for SampleRow<'_> {
         *token = if drawn && largest.is_infinite() {
             INFINITE
         } else if drawn && parameters.top_k != 1 {
-            draw(logits, largest, &parameters, scratch)
+            draw(simd, logits, largest, &parameters, scratch)
         } else {
             first_equal(logits, largest)
         };
@@ -167,18 +166,24 @@ impl Kernel for SampleRow<'_> {
 
 /// The largest number of a row; None if there is a NaN.
 #[inline(always)]
-fn largest<S: Simd>(simd: S, row: &[f32]) -> Option<f32> {
+pub(super) fn largest<S: Simd>(simd: S, row: &[f32]) -> Option<f32> {
     let (vectors, tail) = row.as_chunks::<LANES>();
     let mut best = [simd.splat(f32::NEG_INFINITY); 4];
     // Zero times a number is zero, times NaN it is NaN, and all of it can be added up.
     let mut check = [simd.splat(0.0); 4];
     let zero = simd.splat(0.0);
-    for group in vectors.chunks(4) {
-        for ((vector, best), check) in group.iter().zip(&mut best).zip(&mut check) {
-            let vector = simd.load(vector);
-            *best = simd.max(*best, vector);
-            *check = simd.mul_add(vector, zero, *check);
+    let (groups, rest) = vectors.as_chunks::<4>();
+    for group in groups {
+        for idx in 0..4 {
+            let vector = simd.load(&group[idx]);
+            best[idx] = simd.max(best[idx], vector);
+            check[idx] = simd.mul_add(vector, zero, check[idx]);
         }
+    }
+    for vector in rest {
+        let vector = simd.load(vector);
+        best[0] = simd.max(best[0], vector);
+        check[0] = simd.mul_add(vector, zero, check[0]);
     }
     let check = simd.add(simd.add(check[0], check[1]), simd.add(check[2], check[3]));
     // Zero times infinity is NaN too: such a row is looked at number by number.
@@ -205,32 +210,66 @@ fn first_equal(row: &[f32], value: f32) -> i64 {
     0
 }
 
+/// From logits to scores: what they are of the largest one, at a temperature. Ascending.
+#[derive(Clone, Copy)]
+struct Scale {
+    largest: f32,
+    temperature: f32,
+}
+
+impl Scale {
+    /// Of scores.
+    const NONE: Self = Self {
+        largest: 0.0,
+        temperature: 1.0,
+    };
+
+    #[inline(always)]
+    fn score(self, logit: f32) -> f32 {
+        // Adding zero turns a negative zero into a positive one, so that equal scores have equal bits.
+        (logit - self.largest) / self.temperature + 0.0
+    }
+}
+
 /// Draws a token by the largest sum of score and noise.
 #[inline(always)]
-fn draw(logits: &[f32], largest: f32, parameters: &Parameters, scratch: &mut Scratch) -> i64 {
-    let Scratch { scores, masses } = scratch;
-    scores.resize(logits.len().next_multiple_of(NOISE_LEN), 0.0);
-    let scores = &mut scores[..logits.len().next_multiple_of(NOISE_LEN)];
-    for (score, logit) in scores.iter_mut().zip(logits) {
-        // Adding zero turns a negative zero into a positive one, so that equal scores have equal bits.
-        *score = (logit - largest) / parameters.temperature + 0.0;
+fn draw<S: Simd>(
+    simd: S,
+    logits: &[f32],
+    largest: f32,
+    parameters: &Parameters,
+    scratch: &mut Scratch,
+) -> i64 {
+    let scale = Scale {
+        largest,
+        temperature: parameters.temperature,
+    };
+    let top_k = usize::try_from(parameters.top_k)
+        .ok()
+        .filter(|top_k| (1..logits.len()).contains(top_k));
+    let cuts_mass = parameters.top_p < 1.0 || parameters.min_p > 0.0;
+    if top_k.is_none() && !cuts_mass {
+        return best_with_noise(simd, logits, scale, parameters.key);
     }
-    scores[logits.len()..].fill(f32::NEG_INFINITY);
-    if let Ok(top_k) = usize::try_from(parameters.top_k)
-        && (1..logits.len()).contains(&top_k)
+    let Scratch { scores, masses } = scratch;
+    // Loops, not closures, which would be compiled without the instructions of the kernel.
+    scores.resize(logits.len(), 0.0);
+    for (place, &logit) in scores.iter_mut().zip(logits) {
+        *place = scale.score(logit);
+    }
+    if let Some(top_k) = top_k
         && let Some(cut) = Cut::find(scores, &Count, top_k as u64)
     {
         keep(scores, cut);
     }
-    if parameters.top_p < 1.0 || parameters.min_p > 0.0 {
+    if cuts_mass {
         masses.resize(scores.len(), 0);
-        let masses = &mut masses[..scores.len()];
         for (place, &score) in masses.iter_mut().zip(&*scores) {
             *place = mass(score);
         }
         keep_by_mass(scores, masses, parameters);
     }
-    best_with_noise(scores, parameters.key)
+    best_with_noise(simd, scores, Scale::NONE, parameters.key)
 }
 
 /// Drops the tokens behind a cut.
@@ -272,141 +311,141 @@ fn keep_by_mass(scores: &mut [f32], masses: &[u32], parameters: &Parameters) {
 }
 
 /// The token with the largest sum of score and noise, the first one among equal sums.
+///
+/// Few tokens can have it. The best sum so far, to begin with that of the largest score, says what noise a group of
+/// tokens needs, and the words say which do not have it, before a logarithm is taken.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
     reason = "a vocabulary is small"
 )]
 #[inline(always)]
-fn best_with_noise(scores: &[f32], key: NoiseKey) -> i64 {
-    let mut best = f32::NEG_INFINITY;
-    let mut token = 0;
-    let mut sums = [0.0; NOISE_LEN];
-    for (idx, scores) in scores.as_chunks::<NOISE_LEN>().0.iter().enumerate() {
-        let any = scores
-            .iter()
-            .fold(false, |any, &score| any | (score > f32::NEG_INFINITY));
-        if !any {
+fn best_with_noise<S: Simd>(simd: S, logits: &[f32], scale: Scale, key: NoiseKey) -> i64 {
+    let mut token = first_equal(logits, scale.largest) as usize;
+    let mut best = key.noise_of(token) + scale.score(logits[token]);
+    let (groups, rest) = logits.as_chunks::<NOISE_LEN>();
+    let mut last = [f32::NEG_INFINITY; NOISE_LEN];
+    last[..rest.len()].copy_from_slice(rest);
+    for (idx, group) in groups.iter().chain(std::iter::once(&last)).enumerate() {
+        let Some(least) = least_word(best - scale.score(largest_of_group(simd, group))) else {
+            continue;
+        };
+        let words = key.words((idx * LANES) as u32);
+        if !reaches(&words, least) {
             continue;
         }
-        key.noise((idx * LANES) as u32, &mut sums);
-        let mut largest = [f32::NEG_INFINITY; LANES];
-        for (sums, scores) in sums.chunks_mut(LANES).zip(scores.chunks(LANES)) {
-            for ((sum, score), largest) in sums.iter_mut().zip(scores).zip(&mut largest) {
-                *sum += score;
-                *largest = if *sum > *largest { *sum } else { *largest };
-            }
+        let mut sums = noise(&words);
+        for (sum, &logit) in sums.iter_mut().zip(group) {
+            *sum += scale.score(logit);
         }
-        let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
-        if largest > best {
-            best = largest;
-            token = idx * NOISE_LEN
-                + sums
-                    .iter()
-                    .position(|&sum| sum == largest)
-                    .expect("it is one of them");
+        let largest = largest_of_group(simd, &sums);
+        if largest >= best {
+            let offset = sums.iter().position(|&sum| sum == largest);
+            let first = idx * NOISE_LEN + offset.expect("it is one of them");
+            if largest > best || first < token {
+                (best, token) = (largest, first);
+            }
         }
     }
     token as i64
 }
 
-/// Log probabilities of a row before temperature and filters; all of them NaN where the row holds NaN or is infinite at its
-/// largest.
-#[derive(Clone, PartialEq, Debug)]
-pub struct RowLogprobs {
-    /// Of the chosen token.
-    pub chosen: f32,
-    /// The most likely tokens with theirs, best first, the lowest id first among equals.
-    pub top: Vec<(usize, f32)>,
-}
-
-/// Log probabilities of the chosen tokens and of the `k` most likely ones, row by row.
-///
-/// # Errors
-/// The first row whose chosen token is not in the vocabulary.
-pub fn logprobs(logits: &Logits<'_>, chosen: &[i64], k: usize) -> Result<Vec<RowLogprobs>, InvalidArgument> {
-    if let Some(row) = chosen
-        .iter()
-        .position(|&id| !usize::try_from(id).is_ok_and(|id| id < logits.vocab_size))
-    {
-        let allowed = format!("0 to {}", logits.vocab_size.saturating_sub(1));
-        return Err(InvalidArgument::new(
-            format!("chosen[{row}]"),
-            chosen[row],
-            allowed,
-        ));
-    }
-    let ids = chosen.iter().map(|&id| usize::try_from(id).unwrap_or_default());
-    let k = k.min(logits.vocab_size);
-    let unknown = RowLogprobs {
-        chosen: f32::NAN,
-        top: (0..k).map(|id| (id, f32::NAN)).collect(),
-    };
-    let mut rows: Vec<_> = ids.map(|id| (id, unknown.clone())).enumerate().collect();
-    let estimated_ns = (chosen.len() * logits.vocab_size / DRAWN_PER_NS / pool::num_threads()) as u64;
-    pool::for_each(&mut rows, estimated_ns, |(row, (id, place))| {
-        SCRATCH.with_borrow_mut(|scratch| {
-            Isa::best().run(RankRow {
-                logits: logits.row(*row),
-                chosen: *id,
-                k,
-                scratch,
-                place,
-            });
-        });
-    });
-    Ok(rows.into_iter().map(|(_, (_, place))| place).collect())
-}
-
-struct RankRow<'k> {
-    logits: &'k [f32],
-    chosen: usize,
-    k: usize,
-    scratch: &'k mut Scratch,
-    place: &'k mut RowLogprobs,
-}
-
-impl Kernel for RankRow<'_> {
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let Some(largest) = largest(simd, self.logits).filter(|largest| largest.is_finite()) else {
-            return;
-        };
-        let values = &mut self.scratch.scores;
-        values.clear();
-        values.extend(self.logits.iter().map(|logit| logit - largest));
-        let log_sum = exp_sum(simd, values).ln();
-        for value in values.iter_mut() {
-            // At most zero but for the rounding of the sum.
-            *value = (*value - log_sum).min(0.0);
-        }
-        let mut top = Vec::with_capacity(self.k);
-        if self.k > 0
-            && let Some(cut) = Cut::find(values, &Count, self.k as u64)
-        {
-            let kept = values.iter().copied().enumerate();
-            top.extend(kept.filter(|&(id, value)| cut.keeps(value, id)));
-            top.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        }
-        *self.place = RowLogprobs {
-            chosen: values[self.chosen],
-            top,
-        };
-    }
-}
-
-/// Sum of e^x over numbers that are at most zero.
+/// Whether one of the words is `least` or larger.
 #[inline(always)]
-fn exp_sum<S: Simd>(simd: S, values: &[f32]) -> f32 {
-    let factor = simd.splat(std::f32::consts::LOG2_E);
-    let (vectors, tail) = values.as_chunks::<LANES>();
-    let mut last = [f32::NEG_INFINITY; LANES];
-    last[..tail.len()].copy_from_slice(tail);
-    let mut sums = [simd.splat(0.0); 4];
-    for group in vectors.chunks(4).chain(std::iter::once(&[last][..])) {
-        for (vector, sum) in group.iter().zip(&mut sums) {
-            *sum = simd.add(*sum, simd.exp2(simd.mul(simd.load(vector), factor)));
+fn reaches(words: &NoiseWords, least: u32) -> bool {
+    let [a, b, c, d] = words;
+    let mut any = false;
+    for lane in 0..LANES {
+        any |= a[lane].max(b[lane]).max(c[lane].max(d[lane])) >= least;
+    }
+    any
+}
+
+/// The largest of some numbers.
+#[inline(always)]
+fn largest_of_group<S: Simd>(simd: S, group: &[f32; NOISE_LEN]) -> f32 {
+    let vectors = group.as_chunks::<LANES>().0;
+    let halves = [
+        simd.max(simd.load(&vectors[0]), simd.load(&vectors[1])),
+        simd.max(simd.load(&vectors[2]), simd.load(&vectors[3])),
+    ];
+    let mut lanes = [0.0; LANES];
+    simd.store(simd.max(halves[0], halves[1]), &mut lanes);
+    // Halves against halves: one number after another would take longer than all the rest.
+    keep_larger_half::<8>(&mut lanes);
+    keep_larger_half::<4>(&mut lanes);
+    keep_larger_half::<2>(&mut lanes);
+    keep_larger_half::<1>(&mut lanes);
+    lanes[0]
+}
+
+/// Leaves the larger one of lanes i and i + N in lane i.
+#[inline(always)]
+fn keep_larger_half<const N: usize>(lanes: &mut [f32; LANES]) {
+    for idx in 0..N {
+        let (a, b) = (lanes[idx], lanes[idx + N]);
+        lanes[idx] = if a > b { a } else { b };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    struct Best<'a> {
+        logits: &'a [f32],
+        scale: Scale,
+        key: NoiseKey,
+        token: &'a mut i64,
+    }
+
+    impl Kernel for Best<'_> {
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) {
+            *self.token = best_with_noise(simd, self.logits, self.scale, self.key);
         }
     }
-    simd.sum_lanes(simd.add(simd.add(sums[0], sums[1]), simd.add(sums[2], sums[3])))
+
+    /// The noise of every token, without a bound.
+    fn plain_scan(logits: &[f32], scale: Scale, key: NoiseKey) -> usize {
+        let mut best = (f32::NEG_INFINITY, 0);
+        for (idx, group) in logits.chunks(NOISE_LEN).enumerate() {
+            let noise = noise(&key.words(u32::try_from(idx * LANES).unwrap()));
+            for (offset, (logit, noise)) in group.iter().zip(noise).enumerate() {
+                let sum = noise + scale.score(*logit);
+                if sum > best.0 {
+                    best = (sum, idx * NOISE_LEN + offset);
+                }
+            }
+        }
+        best.1
+    }
+
+    proptest! {
+        #[test]
+        fn bounds_change_no_draw(
+            // Few distinct logits and many: what is left out depends on how far the best one is ahead.
+            picks in proptest::collection::vec((0..9_usize, -20.0_f32..5.0), 1..2000),
+            is_mixed: bool,
+            temperature in prop_oneof![Just(1.0_f32), 1e-6..1e-3_f32, 0.1..3.0_f32, Just(1e6)],
+            seed: [u32; 2],
+        ) {
+            let values = [5.0, 5.0, 4.999, -3.0, -7.0, -11.6, -12.0, -3e38, f32::NEG_INFINITY];
+            let mut logits: Vec<f32> =
+                picks.iter().map(|&(pick, value)| if is_mixed { value } else { values[pick] }).collect();
+            // Something is finite.
+            logits[0] = logits[0].max(-1.0);
+            let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let scale = Scale { largest, temperature };
+            let key = NoiseKey { seed, position: 3, sample_index: 1 };
+            let expected = plain_scan(&logits, scale, key);
+            for isa in Isa::available() {
+                let mut token = -1;
+                isa.run(Best { logits: &logits, scale, key, token: &mut token });
+                prop_assert_eq!(usize::try_from(token).unwrap(), expected, "{}", isa.name());
+            }
+        }
+    }
 }

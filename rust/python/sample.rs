@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 use super::cpu::{numbers, run};
 use crate::cpu::InvalidArgument;
+use crate::cpu::logprobs::{RowLogprobs, logprobs as log_probabilities};
 use crate::cpu::sample::{self as kernel, Logits, NUM_PARAMETERS};
 
 /// # Safety
@@ -76,9 +77,9 @@ pub(super) fn logprobs(
             numbers::<i64>("chosen", (chosen, num_rows))?,
         )
     };
-    let rows = kernel::logprobs(&logits, chosen, k)?;
-    let ids = |row: &kernel::RowLogprobs| row.top.iter().map(|&(id, _)| id).collect();
-    let values = |row: &kernel::RowLogprobs| row.top.iter().map(|&(_, value)| value).collect();
+    let rows = log_probabilities(&logits, chosen, k)?;
+    let ids = |row: &RowLogprobs| row.top.iter().map(|&(id, _)| id).collect();
+    let values = |row: &RowLogprobs| row.top.iter().map(|&(_, value)| value).collect();
     Ok((
         rows.iter().map(|row| row.chosen).collect(),
         rows.iter().map(ids).collect(),
