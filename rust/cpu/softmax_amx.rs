@@ -28,7 +28,7 @@ const COEFFICIENTS: [f32; 3] = [0.695_115_6, 0.227_650_4, 0.077_062_07];
 /// 2^x for x of at most about zero; zero for minus infinity.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-fn exp2(x: __m512) -> __m512 {
+pub(super) fn exp2(x: __m512) -> __m512 {
     /// Subtracts the next lower integer.
     const FRACTION: i32 = 0x09;
     let fraction = _mm512_reduce_ps::<FRACTION>(x);
