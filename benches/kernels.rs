@@ -7,6 +7,8 @@
 //!   instructions.
 //! - `decode/crowd`: one token each of 32 sequences of 48 to 596 tokens, as in a crowd of short requests; `decode/1024`:
 //!   of 32 sequences of 1,024. Bound by reading keys and values once: throughput in bytes, against `ceiling`.
+//! - `decode/short`: one token each of 64 sequences of 48, as behind a prefix that a cascade computes. Bound by what a tile
+//!   costs beside its keys.
 //! - `decode/long`: one token of one sequence of 16,384, which several threads can only share by splitting the context.
 //! - `decode/cascade`: one token each of 64 sequences of 1,056 that share the first 1,024. Throughput counts what each
 //!   of them attends to, and exceeds the bandwidth.
@@ -311,6 +313,7 @@ fn attention(criterion: &mut Criterion) {
         ("decode/cached", 1, vec![256; 4], 0),
         ("decode/crowd", 1, crowd, 0),
         ("decode/1024", 1, vec![1024; 32], 0),
+        ("decode/short", 1, vec![48; 64], 0),
         ("decode/long", 1, vec![16_384], 0),
         ("decode/cascade", 1, vec![1056; 64], 1024),
         ("prefill/short", 128, vec![128; 4], 0),

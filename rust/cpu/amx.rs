@@ -135,37 +135,6 @@ mod instructions {
             };
         }
 
-        /// Adds to accumulators 0 to 3 the product of the matrix at `left[i]` (rows `stride` bytes apart) and the one at
-        /// `right` (dense). Accumulator 4 is lost.
-        ///
-        /// # Safety
-        /// Tiles lie at the addresses.
-        #[inline(always)]
-        pub(in crate::cpu) unsafe fn add_products_of_lefts(
-            self,
-            left: [*const u8; 4],
-            stride: usize,
-            right: *const u8,
-        ) {
-            // SAFETY: the caller vouches for the addresses.
-            unsafe {
-                asm!(
-                    "tileloadd tmm4, [{right} + {dense} * 1]",
-                    "tileloadd tmm5, [{left0} + {stride} * 1]",
-                    "tileloadd tmm6, [{left1} + {stride} * 1]",
-                    "tdpbf16ps tmm0, tmm5, tmm4",
-                    "tileloadd tmm7, [{left2} + {stride} * 1]",
-                    "tdpbf16ps tmm1, tmm6, tmm4",
-                    "tileloadd tmm5, [{left3} + {stride} * 1]",
-                    "tdpbf16ps tmm2, tmm7, tmm4",
-                    "tdpbf16ps tmm3, tmm5, tmm4",
-                    right = in(reg) right, dense = in(reg) ROW_BYTES, stride = in(reg) stride,
-                    left0 = in(reg) left[0], left1 = in(reg) left[1], left2 = in(reg) left[2], left3 = in(reg) left[3],
-                    options(nostack, readonly),
-                );
-            }
-        }
-
         /// Adds to accumulators 0 and 1 the products of the matrices at `left` (rows `stride` bytes apart) and the
         /// first one at `right` (dense), to 2 and 3 those with the second one. Accumulator 4 is lost.
         ///
@@ -197,7 +166,7 @@ mod instructions {
             }
         }
 
-        /// Loads the matrix, which is dense, that `add_products_of_rights` multiplies for accumulator 4.
+        /// Loads the matrix, which is dense, that `add_fifth_product` multiplies.
         ///
         /// # Safety
         /// A tile lies at the address.
@@ -227,69 +196,6 @@ mod instructions {
                     left = in(reg) left, dense = in(reg) ROW_BYTES,
                     options(nostack, readonly),
                 );
-            }
-        }
-
-        /// Adds to accumulators 0 to N - 1, N two or four, the product of the matrix at `left` and the i-th of N at
-        /// `right`, and to accumulator 4 that with the matrix of `load_fifth`. All are dense.
-        ///
-        /// # Safety
-        /// Tiles lie at the addresses.
-        #[inline(always)]
-        pub(in crate::cpu) unsafe fn add_products_of_rights<const N: usize>(
-            self,
-            left: *const u8,
-            right: *const u8,
-        ) {
-            // SAFETY: the caller vouches for the addresses.
-            unsafe {
-                asm!(
-                    "tileloadd tmm5, [{left} + {dense} * 1]",
-                    "tileloadd tmm7, [{right} + {dense} * 1]",
-                    "tdpbf16ps tmm0, tmm5, tmm7",
-                    "tileloadd tmm7, [{right} + {dense} * 1 + 1024]",
-                    "tdpbf16ps tmm1, tmm5, tmm7",
-                    "tdpbf16ps tmm4, tmm5, tmm6",
-                    left = in(reg) left, right = in(reg) right, dense = in(reg) ROW_BYTES,
-                    options(nostack, readonly),
-                );
-                if N == 4 {
-                    asm!(
-                        "tileloadd tmm7, [{right} + {dense} * 1 + 2048]",
-                        "tdpbf16ps tmm2, tmm5, tmm7",
-                        "tileloadd tmm7, [{right} + {dense} * 1 + 3072]",
-                        "tdpbf16ps tmm3, tmm5, tmm7",
-                        right = in(reg) right, dense = in(reg) ROW_BYTES,
-                        options(nostack, readonly),
-                    );
-                }
-            }
-        }
-
-        /// Writes accumulators 0 to N - 1, N two or four; their rows lie `stride` bytes apart, and the first ones
-        /// `step` bytes.
-        ///
-        /// # Safety
-        /// There is room for them.
-        #[inline(always)]
-        pub(in crate::cpu) unsafe fn store<const N: usize>(self, place: *mut u8, step: usize, stride: usize) {
-            // SAFETY: the caller vouches for the room.
-            unsafe {
-                asm!(
-                    "tilestored [{place0} + {stride} * 1], tmm0",
-                    "tilestored [{place1} + {stride} * 1], tmm1",
-                    place0 = in(reg) place, place1 = in(reg) place.wrapping_add(step), stride = in(reg) stride,
-                    options(nostack),
-                );
-                if N == 4 {
-                    asm!(
-                        "tilestored [{place2} + {stride} * 1], tmm2",
-                        "tilestored [{place3} + {stride} * 1], tmm3",
-                        place2 = in(reg) place.wrapping_add(2 * step), place3 = in(reg) place.wrapping_add(3 * step),
-                        stride = in(reg) stride,
-                        options(nostack),
-                    );
-                }
             }
         }
 

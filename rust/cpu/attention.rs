@@ -19,6 +19,8 @@ use super::tile::{Scratch, Tile};
 #[cfg(target_arch = "x86_64")]
 use super::tile_amx;
 use super::tile_loops::partial_row_len;
+#[cfg(target_arch = "x86_64")]
+use super::x86::Flushing;
 
 /// Multiply-adds a nanosecond and a thread, and bytes a nanosecond, for the estimate of a call's duration.
 const MULTIPLY_ADDS_PER_NS: usize = 10;
@@ -83,11 +85,24 @@ struct ComputeJob<'k, 'a> {
 impl Kernel for ComputeJob<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
+        let (plan, cache) = (self.call.plan, &self.call.key_cache);
         #[cfg(target_arch = "x86_64")]
-        let _tiles =
-            tile_amx::suits(simd, &self.call.query, &self.call.key_cache).map(tile_amx::Configured::new);
-        let caches = [&self.call.key_cache, &self.call.value_cache];
-        let mut prefetch = Prefetch::new(simd, self.call.plan, caches, self.pieces, LEAD_SLOTS);
+        let (_configured, lead_slots) = match tile_amx::suits(simd, &self.call.query, cache) {
+            None => (None, LEAD_SLOTS),
+            Some(amx) => {
+                let num_rows = self
+                    .pieces
+                    .iter()
+                    .map(|piece| plan.num_rows(&plan.tiles[piece.tile]));
+                let most_rows = num_rows.max().unwrap_or(0);
+                let configured = tile_amx::Configured::new(amx, most_rows);
+                (Some(configured), tile_amx::lead_slots(cache, most_rows))
+            }
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let lead_slots = LEAD_SLOTS;
+        let caches = [cache, &self.call.value_cache];
+        let mut prefetch = Prefetch::new(simd, plan, caches, self.pieces, lead_slots);
         for piece in self.pieces {
             self.call
                 .compute(simd, piece, self.partials, self.scratch, &mut prefetch);
@@ -106,6 +121,10 @@ struct JoinSplits<'k, 'a> {
 impl Kernel for JoinSplits<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
+        // As the pieces were computed, which other calls fold where they compute them.
+        #[cfg(target_arch = "x86_64")]
+        let _flushing =
+            tile_amx::suits(simd, &self.call.query, &self.call.key_cache).map(|_| Flushing::new());
         let Join { tile: idx, kv_head } = self.join;
         let plan = self.call.plan;
         let tile = self.call.tile(idx, kv_head);

@@ -15,7 +15,8 @@
 //! | `plan` | how the attention of a step is cut into pieces, once for all layers; who shares what |
 //! | `attention` | the pieces of a layer on threads |
 //! | `tile`, `tile_loops`, `tile_direct` | the arithmetic of one piece in f32, and its inner loops for many and for few rows |
-//! | `tile_amx`, `prompt_amx` | the same in bf16 on matrix tiles, of few rows and of many |
+//! | `tile_amx`, `prompt_amx` | the same in bf16 on matrix tiles |
+//! | `few_rows` | their bits on vectors, for decodes, which wait for memory |
 //! | `softmax_amx`, `values_amx`, `amx` | what lies between their products, and their instructions |
 //! | `prefetch` | keys and values, and runs of bytes, asked for before their turn |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
@@ -37,6 +38,8 @@ pub mod copy_blocks;
 mod cut;
 pub mod decoder;
 pub mod element;
+#[cfg(target_arch = "x86_64")]
+mod few_rows;
 pub mod isa;
 #[cfg(target_arch = "x86_64")]
 mod keys_amx;

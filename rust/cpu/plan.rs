@@ -177,7 +177,7 @@ impl Plan {
     }
 
     /// Rows of a tile.
-    fn num_rows(&self, tile: &TilePlan) -> usize {
+    pub(super) fn num_rows(&self, tile: &TilePlan) -> usize {
         tile.tokens.len() * self.group_size()
     }
 

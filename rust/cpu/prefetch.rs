@@ -2,9 +2,9 @@
 //!
 //! Blocks are scattered over memory, so that the processor does not foresee the next one; but the tables say where it
 //! is. A thread that computes the pieces of a job moves one `Prefetch` along with its reads, through all of them, so
-//! that the first keys of a piece are on their way while the piece before it is computed. `tile_direct` asks for one line
-//! as it uses one (`ahead`), the rest of attention for some slots at a time (`advance`); `norm` and `rope_cache` ask for
-//! their rows with `prefetch_bytes`.
+//! that the first keys of a piece are on their way while the piece before it is computed. `few_rows` and `tile_direct` ask
+//! for one line as they use one (`ahead`), the rest of attention for some slots at a time (`advance`); `norm` and
+//! `rope_cache` ask for their rows with `prefetch_bytes`.
 
 #![expect(
     clippy::inline_always,

@@ -16,7 +16,7 @@ use std::arch::x86_64::{_mm512_loadu_ps, _mm512_storeu_ps};
 use super::amx::{DEPTH, ROW_BYTES, TILE_LEN};
 use super::isa::LANES;
 use super::keys_amx::pack_keys;
-use super::softmax_amx::soften_rows;
+use super::softmax_amx::soften;
 use super::tile::Tile;
 use super::tile_amx::{Matrices, ONES, Split, TILE_ELEMENTS, VALUE_STEP};
 use super::tile_loops::{SPLIT_LEN, partial_row_len};
@@ -147,7 +147,7 @@ impl Split<'_, '_, '_> {
         // SAFETY: a tile of ones, and tiles of weights; `amx` proves the instructions.
         let largest = unsafe {
             amx.load_fifth(ONES.as_ptr().cast());
-            soften_rows(scores, visible, factor, |weights| {
+            soften(scores, visible, factor, |weights| {
                 amx.add_fifth_product(weights.as_ptr().cast());
             })
         };
