@@ -118,10 +118,6 @@ unsafe fn score_by_rows<S: Simd, E: Element>(simd: S, work: ScoreKeys<'_, '_, '_
 }
 
 /// Scores of R rows against sixteen keys, transposed sixteen elements at a time.
-#[expect(
-    clippy::needless_range_loop,
-    reason = "row and column in each other's company read better"
-)]
 #[inline(always)]
 unsafe fn score_sixteen<S: Simd, E: Element, const R: usize>(
     simd: S,

@@ -77,8 +77,8 @@ impl<'a> Slots<'a> {
             self.skip(count - 1);
             return rows;
         }
-        for idx in 1..count {
-            rows[idx] = self.next_row().expect("checked: the table holds the sequence");
+        for row in &mut rows[1..count] {
+            *row = self.next_row().expect("checked: the table holds the sequence");
         }
         let last = rows[count - 1];
         rows[count..].fill(last);
