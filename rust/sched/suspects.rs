@@ -8,6 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
+use crate::block::BlockTable;
 use crate::ids::{BlockId, RequestId};
 
 use super::scheduler::Scheduler;
@@ -35,7 +36,7 @@ impl Scheduler {
             .iter()
             .filter_map(|&idx| self.sequences.get(idx).table.as_ref());
         let bad: HashSet<BlockId> = tables
-            .flat_map(|table| table.blocks())
+            .flat_map(BlockTable::blocks)
             .copied()
             .filter(|block| num_suspects[block] == self.pool.num_tables(*block))
             .collect();

@@ -81,7 +81,7 @@ impl Holds {
         }
         for promise in self.promises.values() {
             counted.change(&promise.key.salt, |account| {
-                account.promised += promise.num_blocks
+                account.promised += promise.num_blocks;
             });
         }
         counted

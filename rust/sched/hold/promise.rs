@@ -93,7 +93,7 @@ impl Holds {
         let promise = self.promises.remove(&number)?;
         self.num_promised -= promise.num_blocks;
         self.accounts.change(&promise.key.salt, |account| {
-            account.promised -= promise.num_blocks
+            account.promised -= promise.num_blocks;
         });
         if let Some(id) = self.by_key.get(&promise.key) {
             let hold = self.by_number.get_mut(id).expect("a key names a hold");
