@@ -19,12 +19,9 @@
 )]
 
 use std::arch::x86_64::{
-    __m128, __m256bh, __m256i, __m512, __m512i, _mm_add_ps, _mm_loadu_ps, _mm_setzero_ps, _mm_storeu_ps,
-    _mm256_loadu_pd, _mm512_add_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castpd256_pd512,
-    _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_fmadd_ps,
-    _mm512_fmsub_ps, _mm512_insertf64x4, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_mov_ps,
-    _mm512_max_ps, _mm512_mul_ps, _mm512_permutex2var_ps, _mm512_reduce_max_ps, _mm512_set1_epi32,
-    _mm512_set1_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps,
+    __m128, __m512, _mm_add_ps, _mm_loadu_ps, _mm_setzero_ps, _mm_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps,
+    _mm512_fmsub_ps, _mm512_loadu_ps, _mm512_mask_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_reduce_max_ps,
+    _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
 use super::amx::{DEPTH, ROW_BYTES};
@@ -32,9 +29,10 @@ use super::isa::{AlignedBuffer, LANES, Simd};
 use super::prefetch::{Prefetch, prefetch_bytes};
 use super::softmax_amx::exp2;
 use super::tile::Tile;
-use super::tile_loops::{SPLIT_LEN, partial_row_len, vector_at, vector_at_mut};
+use super::tile_loops::{SPLIT_LEN, partial_row_len, vector_at};
 use super::values_amx::sixteen_slots;
 use super::x86::{Avx512, transpose_within_quarters};
+use vectors::{interleave, load_by_quarters, round, widen};
 
 /// Tiles with at most so many rows are computed here: beyond that arithmetic takes longer than reading.
 pub(super) const MAX_ROWS: usize = 8;
@@ -454,72 +452,6 @@ fn first_lane(vector: __m512) -> f32 {
     lanes[0]
 }
 
-/// The bf16 of even index, and those of odd index.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn widen(pairs: __m512) -> [__m512; 2] {
-    const UPPER: i32 = -0x1_0000;
-    let pairs = _mm512_castps_si512(pairs);
-    [
-        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
-        _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(UPPER))),
-    ]
-}
-
-/// Rounds to bf16.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn round(numbers: __m512) -> __m512 {
-    // SAFETY: vectors of the same size; the type of bf16 vectors has no operations of its own.
-    let rounded = unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(numbers)) };
-    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(rounded)))
-}
-
-/// Reads sixteen vectors such that quarter q of those numbered i, i + 4, i + 8 and i + 12 is vector i of q. Halves are put
-/// together as they are read, which, unlike a shuffle of registers, is not bound to one of the processor's ports.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn load_by_quarters(rows: &[*const u8; LANES]) -> [[__m512; 4]; 4] {
-    let mut quarters = [[_mm512_setzero_ps(); 4]; 4];
-    for half in 0..2 {
-        for i in 0..4 {
-            let mut pairs = [_mm512_setzero_ps(); 2];
-            for (pair, place) in pairs.iter_mut().enumerate() {
-                let [low, high] =
-                    [i + 8 * pair, i + 8 * pair + 4].map(|row| rows[row].wrapping_add(half * ROW_BYTES / 2));
-                // SAFETY: the caller vouches for 64 bytes of each.
-                let halves = unsafe { [_mm256_loadu_pd(low.cast()), _mm256_loadu_pd(high.cast())] };
-                *place = _mm512_castpd_ps(_mm512_insertf64x4::<1>(
-                    _mm512_castpd256_pd512(halves[0]),
-                    halves[1],
-                ));
-            }
-            quarters[2 * half][i] = _mm512_shuffle_f32x4::<0x88>(pairs[0], pairs[1]);
-            quarters[2 * half + 1][i] = _mm512_shuffle_f32x4::<0xdd>(pairs[0], pairs[1]);
-        }
-    }
-    quarters
-}
-
-/// Puts sixteen numbers of even index and sixteen of odd index into the order of their indices.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn interleave(numbers: &mut [f32; DEPTH]) {
-    const ORDER: [[i32; LANES]; 2] = [
-        [0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23],
-        [8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31],
-    ];
-    // SAFETY: sixteen numbers each.
-    unsafe {
-        let even = _mm512_loadu_ps(vector_at(numbers, 0).as_ptr());
-        let odd = _mm512_loadu_ps(vector_at(numbers, LANES).as_ptr());
-        for (half, order) in ORDER.iter().enumerate() {
-            let order: __m512i = _mm512_loadu_si512(order.as_ptr().cast());
-            let place = vector_at_mut(numbers, half * LANES).as_mut_ptr();
-            _mm512_storeu_ps(place, _mm512_permutex2var_ps(even, order, odd));
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests;
+mod vectors;
