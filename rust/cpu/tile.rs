@@ -37,6 +37,9 @@ use super::tile_loops::{
     soften, vector_at, vector_at_mut, weigh,
 };
 
+/// Rows up to which values in f32 are read where they are.
+const MAX_ROWS_IN_PLACE: usize = 8;
+
 /// The work on one tile.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tile<'a> {
@@ -266,11 +269,23 @@ impl Tile<'_> {
                 sums: partial,
             });
         }
-        for tile_start in (0..num_keys).step_by(KEY_TILE) {
-            let tile_len = KEY_TILE.min(num_keys - tile_start);
+        // Copies would pay only if more rows read them.
+        let in_place = rows <= MAX_ROWS_IN_PLACE && slots.are_f32_rows();
+        let mut tile_start = 0;
+        while tile_start < num_keys {
+            let max_len = KEY_TILE.min(num_keys - tile_start);
             // SAFETY: the caller vouches for the cache; the positions are below the sequence's length.
-            unsafe { pack_values(simd, &mut slots, tile_len, prefetch, packed) };
-            let values = &packed[..tile_len * width];
+            let values = unsafe {
+                if in_place {
+                    let run = slots.next_run(max_len);
+                    prefetch.advance(simd, run.len() / width);
+                    run
+                } else {
+                    pack_values(simd, &mut slots, max_len, prefetch, packed);
+                    &packed[..max_len * width]
+                }
+            };
+            let tile_len = values.len() / width;
             let mut row = first_row;
             while row < rows {
                 let count = ROW_TILE.min(rows - row);
@@ -294,6 +309,7 @@ impl Tile<'_> {
                 }
                 row += count;
             }
+            tile_start += tile_len;
         }
     }
 

@@ -85,6 +85,30 @@ impl<'a> Slots<'a> {
         rows
     }
 
+    /// Whether a run of slots is an array of f32 rows without gaps, which needs no widening.
+    pub(super) fn are_f32_rows(&self) -> bool {
+        let cache = self.cache;
+        cache.dtype == Dtype::F32
+            && cache.slot_stride == cache.head_dim
+            && cache.head_dim.is_multiple_of(LANES)
+    }
+
+    /// The next slots of one block, at most so many, where they are f32 rows without gaps.
+    ///
+    /// # Safety
+    /// They are readable, and nobody writes them in the lifetime of the result.
+    #[inline(always)]
+    pub(super) unsafe fn next_run<'r>(&mut self, max_rows: usize) -> &'r [f32] {
+        let num_rows = max_rows.min(self.cache.block_size - self.offset);
+        let first = self.next_row().expect("checked: the table holds the sequence");
+        self.skip(num_rows - 1);
+        #[expect(clippy::cast_ptr_alignment, reason = "the rows are f32")]
+        // SAFETY: passed on; the rows of a block lie one after the other.
+        unsafe {
+            std::slice::from_raw_parts(first.cast::<f32>(), num_rows * self.cache.head_dim)
+        }
+    }
+
     /// Passes positions of the present block by.
     #[inline(always)]
     fn skip(&mut self, count: usize) {

@@ -5,7 +5,12 @@
     reason = "rows and columns in each other's company read better"
 )]
 
-use std::arch::x86_64::{__m256bh, __m256i, __m512, __m512i, _mm256_loadu_pd, _mm512_and_si512, _mm512_castpd_ps, _mm512_castpd256_pd512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_insertf64x4, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_permutex2var_ps, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps};
+use std::arch::x86_64::{
+    __m256bh, __m256i, __m512, __m512i, _mm256_loadu_pd, _mm512_and_si512, _mm512_castpd_ps,
+    _mm512_castpd256_pd512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cvtepu16_epi32,
+    _mm512_cvtneps_pbh, _mm512_insertf64x4, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_permutex2var_ps,
+    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps,
+};
 
 use crate::cpu::amx::{DEPTH, ROW_BYTES};
 use crate::cpu::isa::LANES;

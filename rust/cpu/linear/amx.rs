@@ -54,6 +54,8 @@ impl<'a> Tiles<'a> {
     }
 }
 
+/// Blocks of rows up to which reading the panels takes so much of the time that requests come in small parts.
+const FEW_BLOCKS: usize = 2;
 /// Steps along K between what is multiplied and what is asked for from memory: 8 KB of each panel.
 const LEAD_STEPS: usize = 8;
 /// Bytes of a step along K in a panel, one tile, and its cache lines.
@@ -93,7 +95,7 @@ impl<'t> Requests<'t> {
     /// end. If other rows are multiplied by them too, what is asked for is the share of these rows of the next tile.
     #[inline(always)]
     fn begin_step(&mut self, step: usize) {
-        if self.tile.stays {
+        if self.tile.num_blocks > 1 {
             return;
         }
         if step == self.last_steps {
@@ -109,7 +111,7 @@ impl<'t> Requests<'t> {
     #[inline(always)]
     fn part<const PARTS: usize>(&mut self, part: usize, panel: usize, weights: *const u8) {
         let lines = STEP_LINES / PARTS;
-        if self.tile.stays {
+        if self.tile.num_blocks > 1 {
             let (slot, slots) = (panel * PARTS + part, self.tile.num_panels * PARTS);
             let until = |slot: usize| self.tile.ahead_lines * slot / slots;
             for _ in until(slot)..until(slot + 1) {
@@ -289,8 +291,8 @@ impl MicroKernel for Tiles<'_> {
         group_panels(num_rows)
     }
 
-    fn max_depth(self, num_rows: usize, num_panels: usize) -> usize {
-        if num_rows > TILE_LEN && num_panels.is_multiple_of(2) {
+    fn max_depth(self, num_blocks: usize, last_rows: usize, num_panels: usize) -> usize {
+        if num_blocks > FEW_BLOCKS && last_rows > TILE_LEN && num_panels.is_multiple_of(2) {
             Self::MAX_DEPTH
         } else {
             usize::MAX
@@ -302,7 +304,7 @@ impl MicroKernel for Tiles<'_> {
         let lower = tile.num_rows.saturating_sub(TILE_LEN);
         if lower > 0 && tile.num_panels == 2 {
             self.configure(TILE_LEN, lower);
-            if tile.stays {
+            if tile.num_blocks > FEW_BLOCKS {
                 // SAFETY: passed on.
                 unsafe { amx_blocks::two_by_two(tile, meanwhile) };
             } else {

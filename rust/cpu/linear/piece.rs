@@ -53,8 +53,8 @@ pub(super) struct Tile {
     pub(super) sums_stride: usize,
     /// Whether to go on from what `sums` holds.
     pub(super) resumes: bool,
-    /// Whether another block of rows is multiplied by these panels before the next ones are.
-    pub(super) stays: bool,
+    /// Blocks of rows that are multiplied by these panels before the next ones are; this is one of them.
+    pub(super) num_blocks: usize,
     /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
     pub(super) ahead: *const u8,
     /// Bytes from a panel of it to the next.
@@ -81,8 +81,9 @@ pub(super) trait MicroKernel: Copy {
     /// Most panels of a tile when there are so many rows.
     fn max_panels(self, num_rows: usize) -> usize;
 
-    /// `MAX_DEPTH`, or more where blocks of so many rows or more by so many panels cannot go on from such sums.
-    fn max_depth(self, _num_rows: usize, _num_panels: usize) -> usize {
+    /// `MAX_DEPTH`, or more where so many blocks, the last one of so many rows, by so many panels do not go on from sums
+    /// that were put aside.
+    fn max_depth(self, _num_blocks: usize, _last_rows: usize, _num_panels: usize) -> usize {
         Self::MAX_DEPTH
     }
 
@@ -201,7 +202,7 @@ impl Piece<'_> {
         let block = block_len(rows.len(), M::MAX_ROWS);
         let num_blocks = rows.len().div_ceil(block);
         let max_depth = if num_blocks > 1 {
-            kernel.max_depth(rows.len() - (num_blocks - 1) * block, panels.len())
+            kernel.max_depth(num_blocks, rows.len() - (num_blocks - 1) * block, panels.len())
         } else {
             depth
         };
@@ -238,7 +239,7 @@ impl Piece<'_> {
                         sums: place.wrapping_add((panel - panels.start) * LANES),
                         sums_stride: stride,
                         resumes: first_k > 0,
-                        stays: num_blocks > 1,
+                        num_blocks,
                         ahead: ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
                         ahead_stride,
                         ahead_lines: share.min(lines.saturating_sub(idx * share)),
