@@ -98,6 +98,11 @@ class Engine:
         self.core.set_time(told_ms())
         return question(self.core)
 
+    def use_idle_time(self) -> bool:
+        """Makes a little of the cache ready for sequences to come. False: nothing is to be done."""
+        stats = self.edge.stats()
+        return self.runner.kv_cache.make_ready(stats["blocks_total"] - stats["blocks_free"])
+
     def settle(self) -> None:
         """Brings the core to rest after everything in flight was aborted, also if a step was cut short."""
         if self.core.num_in_flight != len(self._in_flight):
@@ -257,7 +262,8 @@ class EngineThread:
                     if unchecked:
                         self._check_invariants()
                     unchecked = False
-                    self._engine.edge.wait(IDLE_WAIT_S)
+                    if not self._engine.use_idle_time():
+                        self._engine.edge.wait(IDLE_WAIT_S)
                     continue
                 unchecked = True
             reason: BaseException = EngineDead("the engine was shut down")

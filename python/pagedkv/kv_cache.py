@@ -5,12 +5,20 @@ hands it to the model with every step.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_CACHE_LINE_BYTES = 64
+# Memory beyond the blocks in use that is made ready while the engine is idle: about 11,000 tokens of a model
+# whose tokens take 24 KiB.
+READY_BYTES: Final = 256 << 20
+# What is made ready at a time, a large page: a request that comes meanwhile waits no longer than that takes.
+_PIECE_BYTES: Final = 2 << 20
+_PAGE_BYTES: Final = 4 << 10
+_CACHE_LINE_BYTES: Final = 64
 
 
 class KVCache:
@@ -57,11 +65,50 @@ class KVCache:
             for pair in self.layers:
                 for cache in pair:
                     cache.fill_(float("nan"))
+        on_cpu = torch.device(device).type == "cpu"
+        self._first_touch = FirstTouch([cache for pair in self.layers for cache in pair] if on_cpu else [])
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, over all layers."""
         return sum(cache[0].nbytes for pair in self.layers for cache in pair)
+
+    def make_ready(self, num_used: int) -> bool:
+        """Maps a piece of the memory that comes next, if blocks 1 to `num_used` are in use or were.
+
+        To be called while nothing is computed. Returns False if READY_BYTES beyond them are mapped, or all.
+        """
+        ahead = READY_BYTES // max(1, self.block_bytes)
+        return self._first_touch.advance(1 + min(self.num_blocks, num_used + ahead))
+
+
+class FirstTouch:
+    """Writes to pages of tensors for the first time, a piece at a time, so that the kernel maps them.
+
+    It zeroes a page when that is first written, 0.3 to 2.5 ms for 2 MiB, and a step whose blocks lie on fresh
+    pages of every layer waits for all of them. What the pages hold does not change.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Takes dense tensors on the CPU, of one shape and type, whose first dimension are blocks."""
+        self._memory = [tensor.view(torch.uint8).view(-1).numpy() for tensor in tensors]
+        self._block_bytes = tensors[0][0].nbytes if tensors else 0
+        # Blocks that are mapped in all tensors, and tensors in which the next ones are.
+        self._num_blocks = 0
+        self._num_tensors = 0
+
+    def advance(self, num_blocks: int) -> bool:
+        """Maps a piece of one tensor; False if the first `num_blocks` blocks are mapped in all of them."""
+        if not self._memory or self._num_blocks >= num_blocks:
+            return False
+        piece = max(1, _PIECE_BYTES // self._block_bytes)
+        start, end = (count * self._block_bytes for count in (self._num_blocks, self._num_blocks + piece))
+        self._memory[self._num_tensors][start:end:_PAGE_BYTES] |= 0
+        self._num_tensors += 1
+        if self._num_tensors == len(self._memory):
+            self._num_tensors = 0
+            self._num_blocks += piece
+        return True
 
 
 class HostCache:
