@@ -101,7 +101,7 @@ class Engine:
     def use_idle_time(self) -> bool:
         """Makes a little of the cache ready for sequences to come. False: nothing is to be done."""
         stats = self.edge.stats()
-        return self.runner.kv_cache.make_ready(stats["blocks_total"] - stats["blocks_free"])
+        return self.runner.make_ready(stats["blocks_total"] - stats["blocks_free"])
 
     def settle(self) -> None:
         """Brings the core to rest after everything in flight was aborted, also if a step was cut short."""

@@ -208,6 +208,10 @@ class ModelRunner:
         with self.stage.active():
             self.stage.probe()
 
+    def make_ready(self, num_used: int) -> bool:
+        """See `KVCache.make_ready`."""
+        return self.kv_cache.make_ready(num_used)
+
     def capture_graphs(self, graphs: DecodeGraphs, *, progress: bool = False) -> None:
         """Has steps in which all sequences decode replayed from graphs, which are captured now."""
 

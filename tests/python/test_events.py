@@ -37,6 +37,9 @@ class Runner:
     def new_arena(self, num_words):
         return np.zeros(num_words, np.int32)
 
+    def make_ready(self, num_used):
+        return False
+
     def launch(self, header, arena):
         self.num_steps += 1
         return Launched(StepResult(np.full(header.num_rows, header.step_id % 1000, np.int32), None))
