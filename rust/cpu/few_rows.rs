@@ -37,9 +37,9 @@ use vectors::{interleave, load_by_quarters, round, widen};
 /// Tiles with at most so many rows are computed here: beyond that arithmetic takes longer than reading.
 pub(super) const MAX_ROWS: usize = 8;
 
-/// Bytes between what is read and what is asked for when a job begins, six blocks of sixteen slots of 128 bytes. Twice
-/// that is a little slower.
-pub(super) const LEAD_BYTES: usize = 12 << 10;
+/// Bytes between what is read and what is asked for when a job begins, four blocks of sixteen slots of 128 bytes. More
+/// is a little slower.
+pub(super) const LEAD_BYTES: usize = 8 << 10;
 
 /// Rows whose weights lie side by side.
 const SIDE: usize = 4;

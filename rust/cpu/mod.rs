@@ -17,7 +17,7 @@
 //! | `tile`, `tile_loops`, `tile_direct` | the arithmetic of one piece in f32, and its inner loops for many and for few rows |
 //! | `tile_amx`, `prompt_amx` | the same in bf16 on matrix tiles |
 //! | `few_rows` | their bits on vectors, for decodes, which wait for memory |
-//! | `softmax_amx`, `values_amx`, `amx` | what lies between their products, and their instructions |
+//! | `keys_amx`, `values_amx`, `softmax_amx`, `amx` | what lies around their products, and their instructions |
 //! | `prefetch` | keys and values, and runs of bytes, asked for before their turn |
 //! | `rope_cache`, `copy_blocks` | the two kernels that write the cache |
 //! | `norm`, `activation` | the row-wise kernels between the linear layers |

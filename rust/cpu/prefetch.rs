@@ -163,7 +163,14 @@ impl<'a> Prefetch<'a> {
         let Some(run) = self.next_slots(AHEAD_SLOTS) else {
             return;
         };
-        self.num_calls = AHEAD_SLOTS * run.num_bytes / (AHEAD_LINES * CACHE_LINE_BYTES);
+        // At the end of what is seen a caller goes on as if there were sixteen slots, but not at the end of a block.
+        let first = self.left.start - run.num_slots;
+        let num_slots = if self.left.is_empty() {
+            AHEAD_SLOTS - first % AHEAD_SLOTS
+        } else {
+            run.num_slots
+        };
+        self.num_calls = (num_slots * run.num_bytes).div_ceil(AHEAD_LINES * CACHE_LINE_BYTES);
         if run.stride == run.num_bytes {
             self.lines = run.address;
             self.end = run.address.wrapping_add(run.num_slots * run.num_bytes);

@@ -1,4 +1,4 @@
-//! Attention of tiles with more rows than a matrix: prompts, chunks of them, and decodes that share a prefix.
+//! Attention of tiles with more rows than `few_rows` takes: prompts, chunks of them, and decodes that share a prefix.
 //!
 //! The arithmetic is that of `tile_amx`, bit by bit. So many rows share a split's keys and values that both are packed
 //! once for all of them, the keys transposed: scores then come row by row, as the weights are multiplied. Rows are taken
@@ -18,13 +18,16 @@ use super::isa::LANES;
 use super::keys_amx::pack_keys;
 use super::softmax_amx::soften;
 use super::tile::Tile;
-use super::tile_amx::{Matrices, ONES, Split, TILE_ELEMENTS, VALUE_STEP};
+use super::tile_amx::{Matrices, ONES, Split, TILE_ELEMENTS};
 use super::tile_loops::{SPLIT_LEN, partial_row_len};
 use super::values_amx::{pack_values, sixteen_slots};
 use super::x86::Avx512;
 
 /// Columns of values that are multiplied at a time, two tiles.
 const COLUMNS: usize = 2 * TILE_LEN;
+
+/// Positions whose keys or values are packed, and as many asked for ahead, at a time.
+const PACK_STEP: usize = 64;
 
 /// Numbers that the scores of a group of rows take.
 const GROUP_SCORES: usize = SPLIT_LEN * TILE_LEN;
@@ -75,7 +78,7 @@ impl Split<'_, '_, '_> {
             let first = 2 * pair;
             // An odd group out is multiplied twice.
             let groups = [first, (first + 1).min(num_groups - 1)];
-            let visible = groups.map(|group| self.visible::<TILE_LEN>(group));
+            let visible = groups.map(|group| self.visible(group));
             // Later rows see more.
             let num_keys = visible[1][TILE_LEN - 1];
             if num_keys == 0 {
@@ -214,8 +217,8 @@ impl Split<'_, '_, '_> {
         let packed = self.matrices.keys.slice(0..SPLIT_LEN / TILE_LEN * len);
         let positions = (0..self.num_keys).step_by(TILE_LEN);
         for (first, packed) in positions.zip(packed.chunks_exact_mut(len)) {
-            if first % VALUE_STEP == 0 {
-                let num_slots = VALUE_STEP.min(self.num_keys - first);
+            if first % PACK_STEP == 0 {
+                let num_slots = PACK_STEP.min(self.num_keys - first);
                 self.prefetch.advance(Avx512::from(self.amx), num_slots);
             }
             let slots = sixteen_slots(tile, cache, self.idx * SPLIT_LEN + first);
@@ -229,9 +232,9 @@ impl Split<'_, '_, '_> {
     unsafe fn pack_all_values(&mut self) {
         let width = self.tile.head_dim();
         let packed = self.matrices.values.slice(0..SPLIT_LEN / 2 * width);
-        let positions = (0..self.num_keys).step_by(VALUE_STEP);
-        for (first, packed) in positions.zip(packed.chunks_exact_mut(VALUE_STEP / 2 * width)) {
-            let positions = first..self.num_keys.min(first + VALUE_STEP);
+        let positions = (0..self.num_keys).step_by(PACK_STEP);
+        for (first, packed) in positions.zip(packed.chunks_exact_mut(PACK_STEP / 2 * width)) {
+            let positions = first..self.num_keys.min(first + PACK_STEP);
             self.prefetch.advance(Avx512::from(self.amx), positions.len());
             // SAFETY: passed on; `amx` proves the instructions.
             unsafe { pack_values(self.tile, self.idx, positions, 0..width, packed) };

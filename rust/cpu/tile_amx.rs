@@ -9,7 +9,7 @@
 //! value[d]  = sum over j of weight[j] * value[j][d]                the same
 //! ```
 //!
-//! Rows are taken sixteen at a time (`prompt_amx`). Where there are few, as in the decodes of one sequence, which are as
+//! Rows are taken two groups of sixteen at a time (`prompt_amx`). Where there are few, as in the decodes of one sequence, which are as
 //! many rows as query heads share a key head, vectors compute the same bits (`few_rows`). A row's numbers do not depend on
 //! the others in its matrices: a position that it does not see has a weight of zero, and adds zero. Only zero times
 //! infinity or NaN would not be zero; where a row of the tile sees such a value and another one does not, the tokens of the
@@ -35,10 +35,6 @@ use super::x86::{Avx512, Flushing};
 
 /// f32, or pairs of bf16, of a tile.
 pub(super) const TILE_ELEMENTS: usize = TILE_LEN * TILE_LEN;
-
-/// Positions whose values are interleaved at a time, a step before they are multiplied: they stay in the nearest cache,
-/// and the stores are over when the tiles are loaded.
-pub(super) const VALUE_STEP: usize = 64;
 
 /// A tile of ones, as bf16.
 pub(super) static ONES: [u16; 2 * TILE_ELEMENTS] = [0x3f80; 2 * TILE_ELEMENTS];
@@ -68,7 +64,8 @@ pub(super) fn suits<S: Simd>(simd: S, query: &RowsView, cache: &CacheView) -> Op
     simd.amx().filter(|_| bf16 && whole)
 }
 
-/// Slots between what is read and what is asked for, in a job whose tiles have at most so many rows.
+/// Slots between what is read and what is asked for, in a job whose tiles have at most so many rows: vectors want few
+/// bytes, whatever a slot takes.
 pub(super) fn lead_slots(cache: &CacheView, most_rows: usize) -> usize {
     if most_rows <= few_rows::MAX_ROWS {
         few_rows::LEAD_BYTES / (cache.head_dim * cache.dtype.size())
@@ -223,8 +220,8 @@ pub(super) struct Split<'k, 'a, 'p> {
 impl Split<'_, '_, '_> {
     /// Positions that the rows of a group see; the last row stands for those that are missing.
     #[inline(always)]
-    pub(super) fn visible<const R: usize>(&self, group: usize) -> [usize; R] {
+    pub(super) fn visible(&self, group: usize) -> [usize; TILE_LEN] {
         let last = self.tile.num_rows() - 1;
-        std::array::from_fn(|row| self.tile.visible(last.min(group * R + row), self.idx))
+        std::array::from_fn(|row| self.tile.visible(last.min(group * TILE_LEN + row), self.idx))
     }
 }

@@ -1,6 +1,6 @@
 //! The values of attention on matrix tiles: from the slots of the cache into tiles, pair by pair of positions.
 //!
-//! Called by `tile_amx` and `prompt_amx`.
+//! Called by `prompt_amx`, and by `few_rows` for the places of slots.
 
 use std::arch::x86_64::{
     __m512i, _mm512_loadu_si512, _mm512_permutexvar_epi64, _mm512_setzero_si512, _mm512_storeu_si512,

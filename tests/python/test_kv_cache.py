@@ -1,6 +1,7 @@
 """The memory of keys and values."""
 
 import asyncio
+import mmap
 import resource
 import time
 
@@ -30,17 +31,16 @@ def faults_while_writing(tensors: list[torch.Tensor]) -> int:
 
 
 def test_pages_that_are_made_ready_are_not_waited_for() -> None:
-    """Beside a cache of the same size that was not made ready, whose pages are mapped by writing them."""
-    caches = [KVCache(2, 1023, 3, 16, 64, torch.bfloat16, "cpu") for _ in range(2)]
-    tensors = [[tensor for pair in cache.layers for tensor in pair] for cache in caches]
-    pieces = 1
-    while caches[0].make_ready(0):
-        pieces += 1
-    assert pieces == 4 * 4 + 1, "four pieces of 2 MiB in each of four tensors, then nothing"
-    assert all(not tensor.any() for tensor in tensors[0])
-    untouched = faults_while_writing(tensors[1])
-    assert untouched > 0, "the machine maps pages when they are written"
-    assert faults_while_writing(tensors[0]) < untouched / 10
+    memory = [mmap.mmap(-1, 5 << 20) for _ in range(4)]
+    tensors = [torch.frombuffer(each, dtype=torch.bfloat16).view(1280, 16, 128) for each in memory]
+    touch = FirstTouch(tensors[:2])
+    num_pieces = 0
+    while touch.advance(1280):
+        num_pieces += 1
+    assert num_pieces == 6, "three pieces of 2 MiB, the last one cut short, in each tensor"
+    untouched = faults_while_writing(tensors[2:])
+    assert untouched > 0, "pages are mapped when they are written"
+    assert faults_while_writing(tensors[:2]) < untouched / 2
 
 
 def test_only_so_much_is_made_ready() -> None:

@@ -187,9 +187,8 @@ macro_rules! store {
     };
 }
 
-/// Up to 32 rows, more than 16, by two panels. Products of the same weights follow each other, which takes less power.
-/// Between the instructions, which leave most units of the processor idle, what is read next is asked for, and a part
-/// of `meanwhile` is done in every step.
+/// Up to 32 rows, more than 16, by two panels. Between the instructions, which leave most units of the processor idle,
+/// what is read next is asked for, and a part of `meanwhile` is done in every step.
 ///
 /// # Safety
 /// As `MicroKernel::tile_while`; the tiles are configured.
@@ -285,22 +284,15 @@ unsafe fn one_by_some<const PANELS: usize>(tile: &Tile) {
 
 impl MicroKernel for Tiles<'_> {
     const MAX_ROWS: usize = 2 * TILE_LEN;
-    const MAX_DEPTH: usize = amx_blocks::MAX_DEPTH;
+    const MAX_DEPTH: usize = usize::MAX;
 
     fn max_panels(self, num_rows: usize) -> usize {
         group_panels(num_rows)
     }
 
-    fn max_depth(self, num_blocks: usize, last_rows: usize, num_panels: usize) -> usize {
-        if num_blocks > FEW_BLOCKS && last_rows > TILE_LEN && num_panels.is_multiple_of(2) {
-            Self::MAX_DEPTH
-        } else {
-            usize::MAX
-        }
-    }
-
     #[inline(always)]
     unsafe fn tile_while(self, tile: &Tile, meanwhile: &mut impl Meanwhile) {
+        debug_assert!(!tile.resumes, "no sums are put aside");
         let lower = tile.num_rows.saturating_sub(TILE_LEN);
         if lower > 0 && tile.num_panels == 2 {
             self.configure(TILE_LEN, lower);
@@ -314,7 +306,6 @@ impl MicroKernel for Tiles<'_> {
         }
         while meanwhile.next() {}
         if lower == 0 || tile.num_panels != 2 {
-            debug_assert!(!tile.resumes, "no such sums are put aside");
             // SAFETY: passed on.
             unsafe { self.tile(tile) };
         }

@@ -18,9 +18,6 @@ use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use super::piece::{Meanwhile, Tile};
 use crate::cpu::amx::{DEPTH, ROW_BYTES, TILE_LEN};
 
-/// Elements along K of two panels that leave room in the nearest cache for what passes by: 36 KB of 48.
-pub(super) const MAX_DEPTH: usize = 576;
-
 /// 17 to 32 rows by two panels that stay. What is read next is fetched from afar meanwhile, and `meanwhile` is done as
 /// far as there are steps.
 ///
@@ -37,24 +34,13 @@ pub(super) unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
     // SAFETY: the caller vouches for the memory, and configured the tiles; a prefetch may ask for any address. What the
     // registers hold stays from one instruction to the next, since the compiler knows none of them.
     unsafe {
-        if tile.resumes {
-            asm!(
-                "tileloadd tmm0, [{upper} + {stride}*1]", "tileloadd tmm1, [{upper} + {stride}*1 + 64]",
-                "tileloadd tmm2, [{lower} + {stride}*1]", "tileloadd tmm3, [{lower} + {stride}*1 + 64]",
-                upper = in(reg) sums[0],
-                lower = in(reg) sums[1],
-                stride = in(reg) sums_stride,
-                options(nostack, readonly),
-            );
-        } else {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                options(nostack)
-            );
-        }
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            options(nostack)
+        );
         for _ in 0..tile.depth / DEPTH {
             asm!(
                 "tileloaddt1 tmm4, [{x0} + {xs}*1]", "tileloadd tmm6, [{w0} + {row}*1]",

@@ -81,12 +81,6 @@ pub(super) trait MicroKernel: Copy {
     /// Most panels of a tile when there are so many rows.
     fn max_panels(self, num_rows: usize) -> usize;
 
-    /// `MAX_DEPTH`, or more where so many blocks, the last one of so many rows, by so many panels do not go on from sums
-    /// that were put aside.
-    fn max_depth(self, _num_blocks: usize, _last_rows: usize, _num_panels: usize) -> usize {
-        Self::MAX_DEPTH
-    }
-
     /// Computes a tile.
     ///
     /// # Safety
@@ -201,11 +195,7 @@ impl Piece<'_> {
         let max_panels = kernel.max_panels(rows.len());
         let block = block_len(rows.len(), M::MAX_ROWS);
         let num_blocks = rows.len().div_ceil(block);
-        let max_depth = if num_blocks > 1 {
-            kernel.max_depth(num_blocks, rows.len() - (num_blocks - 1) * block, panels.len())
-        } else {
-            depth
-        };
+        let max_depth = if num_blocks > 1 { M::MAX_DEPTH } else { depth };
         let step = weight.arithmetic().step();
         let cut = block_len(depth, max_depth).next_multiple_of(step);
         let step_bytes = step * LANES * weight.dtype().size();
