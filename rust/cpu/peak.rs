@@ -2,9 +2,9 @@
 //!
 //! Called by the benchmarks (`benches/linear.rs`, `benches/kernels.rs`, and `python -m pagedkv.bench where` through the
 //! bindings), in the same run as what they measure. The loops have more sums than an instruction's latency can hide, and
-//! multiply numbers whose digits differ: tiles of zeros are multiplied 1.2 to 2.5 times as fast, because the processor slows
-//! the unit down when it takes too much power. `amx_bf16_with_loads` reads its operands from the nearest cache, as any product of matrices
-//! must (four tiles loaded for four products are the least that eight registers allow); all others read registers.
+//! multiply numbers whose digits differ: tiles of zeros are multiplied 1.2 times as fast. `amx_bf16_with_loads` reads its
+//! operands from the nearest cache, as any product of matrices must (four tiles loaded for four products are the least that
+//! eight registers allow); all others read registers.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -206,8 +206,7 @@ mod loops {
         lanes.into_iter().fold(0, u64::wrapping_add)
     }
 
-    /// Numbers of all sizes below one half, with all digits in use: how fast products are may depend on them, because
-    /// digits that change take power.
+    /// Numbers of all sizes below one half, with all digits in use: how fast products are may depend on them.
     fn operands<const N: usize>() -> [[bf16; 32]; N] {
         let mut state = 1_u32;
         [(); N].map(|()| {

@@ -47,13 +47,14 @@ impl<'p, 'a> Ahead<'p, 'a> {
         }
     }
 
-    /// The next lines, whose number divides `AHEAD_LINES`; those at `here` where there are none.
+    /// The next lines, at most `AHEAD_LINES`; those at `here` where there are none. A rest that is too short is dropped: it
+    /// is left where a head has an odd vector of columns.
     #[inline(always)]
     fn take<S: Simd>(&mut self, simd: S, num_lines: usize, here: *const u8) -> *const u8 {
         if !self.goes_on {
             return here;
         }
-        if self.num_left == 0 {
+        if self.num_left < num_lines {
             self.lines = self.prefetch.ahead(simd, here);
             self.num_left = AHEAD_LINES;
         }
