@@ -138,7 +138,7 @@ def _host_like(cache: Tensor, num_blocks: int) -> Tensor:
 
 
 def _unmapped_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros in pages that the kernel maps when they are first touched: an idle pool costs no memory.
+    """Zeros in pages that the kernel maps when they are first touched: an idle pool costs little memory.
 
     `torch.zeros` writes them, which maps them all at once; numpy asks the allocator for memory that is zero.
     What that returns for so much begins 16 bytes behind a page; the tensor begins with a cache line, because

@@ -137,8 +137,8 @@ def check_memory(
 ) -> None:
     """Refuses a pool that is larger than the free memory, together with the table of positions.
 
-    On a CPU the memory of an idle pool is not touched, so that an impossible one would often start, and end
-    the process when it fills.
+    On a CPU the memory of an idle pool is hardly touched, so that an impossible one would often start, and
+    end the process when it fills.
 
     Args:
         plan: what `plan_pool` chose.

@@ -135,8 +135,8 @@ mod instructions {
             };
         }
 
-        /// Adds to accumulators 0 and 1 the products of the matrices at `left` (rows `stride` bytes apart) and the
-        /// first one at `right` (dense), to 2 and 3 those with the second one. Accumulator 4 is lost.
+        /// Adds to accumulators 0 and 1 the products of the matrices at `left` and the first one at `right`, to 2 and 3
+        /// those with the second one. All are dense. Accumulator 4 is lost.
         ///
         /// # Safety
         /// Tiles lie at the addresses.
@@ -144,22 +144,21 @@ mod instructions {
         pub(in crate::cpu) unsafe fn add_products_of_pairs(
             self,
             left: [*const u8; 2],
-            stride: usize,
             right: [*const u8; 2],
         ) {
             // SAFETY: the caller vouches for the addresses.
             unsafe {
                 asm!(
                     "tileloadd tmm4, [{right0} + {dense} * 1]",
-                    "tileloadd tmm5, [{left0} + {stride} * 1]",
-                    "tileloadd tmm6, [{left1} + {stride} * 1]",
+                    "tileloadd tmm5, [{left0} + {dense} * 1]",
+                    "tileloadd tmm6, [{left1} + {dense} * 1]",
                     "tileloadd tmm7, [{right1} + {dense} * 1]",
                     "tdpbf16ps tmm0, tmm5, tmm4",
                     "tdpbf16ps tmm1, tmm6, tmm4",
                     "tdpbf16ps tmm2, tmm5, tmm7",
                     "tdpbf16ps tmm3, tmm6, tmm7",
                     right0 = in(reg) right[0], right1 = in(reg) right[1],
-                    dense = in(reg) ROW_BYTES, stride = in(reg) stride,
+                    dense = in(reg) ROW_BYTES,
                     left0 = in(reg) left[0], left1 = in(reg) left[1],
                     options(nostack, readonly),
                 );

@@ -6,7 +6,7 @@ use std::arch::x86_64::{
     __m512, _mm_loadu_ps, _mm512_broadcast_f32x4, _mm512_mask_broadcast_f32x4, _mm512_storeu_ps,
 };
 
-use super::amx::{DEPTH, ROW_BYTES, TILE_LEN};
+use super::amx::ROW_BYTES;
 use super::isa::LANES;
 use super::tile_amx::TILE_ELEMENTS;
 use super::x86::transpose_within_quarters;
@@ -36,7 +36,7 @@ pub(super) unsafe fn pack_keys(slots: *const u8, stride: usize, packed: &mut [f3
             }
         }
     }
-    debug_assert_eq!(packed.len() % (DEPTH / 2 * TILE_LEN), 0, "whole tiles");
+    debug_assert_eq!(packed.len() % TILE_ELEMENTS, 0, "whole tiles");
 }
 
 /// Sixteen bytes of every fourth key, four of them, side by side. Loads place them without a shuffle.

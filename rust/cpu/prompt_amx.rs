@@ -123,7 +123,7 @@ impl Split<'_, '_, '_> {
             for chunk in 0..chunks {
                 let place = |tiles: *const f32| tiles.wrapping_add(chunk * TILE_ELEMENTS).cast();
                 // SAFETY: tiles of queries and of keys.
-                unsafe { amx.add_products_of_pairs(queries.map(place), ROW_BYTES, keys.map(place)) };
+                unsafe { amx.add_products_of_pairs(queries.map(place), keys.map(place)) };
             }
             let steps = [GROUP_SCORES, TILE_ELEMENTS].map(|len| len * size_of::<f32>());
             // SAFETY: room for two tiles of each group.
@@ -189,7 +189,7 @@ impl Split<'_, '_, '_> {
                 let values =
                     [place, place + TILE_ELEMENTS].map(|place| values.wrapping_add(place).cast::<u8>());
                 // SAFETY: tiles of weights and of values.
-                unsafe { amx.add_products_of_pairs(weights, ROW_BYTES, values) };
+                unsafe { amx.add_products_of_pairs(weights, values) };
             }
             if num_rows.is_multiple_of(TILE_LEN) {
                 let steps = [step * TILE_LEN * row_len * size_of::<f32>(), ROW_BYTES];
@@ -237,7 +237,7 @@ impl Split<'_, '_, '_> {
             let positions = first..self.num_keys.min(first + PACK_STEP);
             self.prefetch.advance(Avx512::from(self.amx), positions.len());
             // SAFETY: passed on; `amx` proves the instructions.
-            unsafe { pack_values(self.tile, self.idx, positions, 0..width, packed) };
+            unsafe { pack_values(self.tile, self.idx, positions, packed) };
         }
     }
 }

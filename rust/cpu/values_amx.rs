@@ -15,22 +15,16 @@ use super::tile::Tile;
 use super::tile_amx::TILE_ELEMENTS;
 use super::tile_loops::SPLIT_LEN;
 
-/// Interleaves the values of neighbouring positions of a split, of some of the columns, into tiles `[positions / 32]
-/// [columns / 16][16 pairs][16 columns]`; zeros fill up the last ones.
+/// Interleaves the values of neighbouring positions of a split into tiles `[positions / 32][head_dim / 16][16 pairs]
+/// [16 columns]`; zeros fill up the last ones.
 ///
 /// # Safety
 /// The tile's views are valid, and it sees the positions.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(super) unsafe fn pack_values(
-    tile: &Tile<'_>,
-    split: usize,
-    positions: Range<usize>,
-    columns: Range<usize>,
-    values: &mut [f32],
-) {
+pub(super) unsafe fn pack_values(tile: &Tile<'_>, split: usize, positions: Range<usize>, values: &mut [f32]) {
     let cache = &tile.value_cache;
     let stride = cache.slot_stride * cache.dtype.size();
-    let chunk_len = columns.len() * TILE_LEN;
+    let chunk_len = cache.head_dim * TILE_LEN;
     let num_chunks = positions.len().div_ceil(DEPTH);
     for (half, first) in (positions.start..positions.start + num_chunks * DEPTH)
         .step_by(TILE_LEN)
@@ -42,7 +36,7 @@ pub(super) unsafe fn pack_values(
         } else {
             std::ptr::null()
         };
-        for (idx, column) in columns.clone().step_by(DEPTH).enumerate() {
+        for (idx, column) in (0..cache.head_dim).step_by(DEPTH).enumerate() {
             let place = half / 2 * chunk_len + 2 * idx * TILE_ELEMENTS + half % 2 * TILE_ELEMENTS / 2;
             let (lower, upper) = values[place..].split_at_mut(TILE_ELEMENTS);
             let slots = slots.wrapping_add(2 * column);

@@ -217,7 +217,7 @@ impl Simd for Avx512 {
 /// Transposes 4 x 4 numbers within every quarter, then 4 x 4 quarters.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn transpose_avx512(rows: &[__m512; LANES]) -> [__m512; LANES] {
+fn transpose_avx512(rows: &[__m512; LANES]) -> [__m512; LANES] {
     // Quarter q of `columns[i][c]` holds column 4q + c of rows 4i to 4i + 3.
     let mut columns = [[_mm512_set1_ps(0.0); 4]; 4];
     for (i, column) in columns.iter_mut().enumerate() {

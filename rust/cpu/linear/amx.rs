@@ -187,6 +187,8 @@ macro_rules! store {
     };
 }
 
+pub(super) use {store, zero};
+
 /// Up to 32 rows, more than 16, by two panels. Between the instructions, which leave most units of the processor idle,
 /// what is read next is asked for, and a part of `meanwhile` is done in every step.
 ///

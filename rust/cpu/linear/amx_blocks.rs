@@ -15,8 +15,10 @@
 use std::arch::asm;
 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 
+use super::amx::{store, zero};
 use super::piece::{Meanwhile, Tile};
 use crate::cpu::amx::{DEPTH, ROW_BYTES, TILE_LEN};
+use crate::cpu::isa::LANES;
 
 /// 17 to 32 rows by two panels that stay. What is read next is fetched from afar meanwhile, and `meanwhile` is done as
 /// far as there are steps.
@@ -34,13 +36,7 @@ pub(super) unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
     // SAFETY: the caller vouches for the memory, and configured the tiles; a prefetch may ask for any address. What the
     // registers hold stays from one instruction to the next, since the compiler knows none of them.
     unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            options(nostack)
-        );
+        zero!(0, 1, 2, 3);
         for _ in 0..tile.depth / DEPTH {
             asm!(
                 "tileloaddt1 tmm4, [{x0} + {xs}*1]", "tileloadd tmm6, [{w0} + {row}*1]",
@@ -66,13 +62,9 @@ pub(super) unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
             x = x.map(|rows| rows.wrapping_add(ROW_BYTES));
             weights = weights.map(|panel| panel.wrapping_add(TILE_LEN * ROW_BYTES));
         }
-        asm!(
-            "tilestored [{upper} + {stride}*1], tmm0", "tilestored [{upper} + {stride}*1 + 64], tmm1",
-            "tilestored [{lower} + {stride}*1], tmm2", "tilestored [{lower} + {stride}*1 + 64], tmm3",
-            upper = in(reg) sums[0],
-            lower = in(reg) sums[1],
-            stride = in(reg) sums_stride,
-            options(nostack),
-        );
+        store!(0, sums[0], sums_stride);
+        store!(1, sums[0].wrapping_add(LANES), sums_stride);
+        store!(2, sums[1], sums_stride);
+        store!(3, sums[1].wrapping_add(LANES), sums_stride);
     }
 }
