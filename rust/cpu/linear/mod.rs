@@ -5,6 +5,7 @@
 //! | `packed` | the weights in panels of sixteen columns, and their way there and back |
 //! | `memory` | what the panels lie in |
 //! | `arithmetic` | how products are summed, one way for a process and a type |
+//! | `thirds` | f32 as sums of three numbers of bf16 |
 //! | `fma`, `dot_bf16`, `amx` | the inner loops: one tile of rows and panels |
 //! | `amx_blocks` | the same for many rows on AMX |
 //! | `piece` | the loops around them: cache blocking |
@@ -27,10 +28,14 @@ mod fma;
 mod memory;
 mod packed;
 mod piece;
+mod thirds;
 mod write;
+
+use std::cell::RefCell;
 
 use super::InvalidArgument;
 use super::element::{load_row, store_row};
+use super::isa::AlignedBuffer;
 use super::pool;
 use super::tensor::MatrixView;
 
@@ -46,6 +51,11 @@ const PRODUCTS_PER_NS: usize = 50;
 
 /// Most pieces of work for each thread: enough that one which started late leaves some to the others.
 const PIECES_PER_THREAD: usize = 4;
+
+thread_local! {
+    /// x as an arithmetic reads it, where that is a copy: kept, since fresh memory costs more than the copy.
+    static ROWS: RefCell<AlignedBuffer> = RefCell::default();
+}
 
 /// One call.
 #[derive(Clone, Copy, Debug)]
@@ -112,23 +122,25 @@ impl Linear<'_> {
         if self.x.num_rows == 0 {
             return;
         }
-        // SAFETY: passed on.
-        let prepared = unsafe { self.prepare_rows() };
-        let rows = prepared.as_ref().map_or(self.x, |prepared| prepared.view);
-        let mut pieces = self.pieces(&rows, next);
-        pool::for_each(&mut pieces, self.estimated_ns(), |piece| {
-            self.weight.arithmetic().isa().run(&mut *piece);
+        ROWS.with_borrow_mut(|buffer| {
+            // SAFETY: passed on.
+            let rows = unsafe { self.prepare_rows(buffer) };
+            let mut pieces = self.pieces(&rows, next);
+            pool::for_each(&mut pieces, self.estimated_ns(), |piece| {
+                self.weight.arithmetic().isa().run(&mut *piece);
+            });
         });
     }
 
     /// Cuts the work into chunks of rows, and along N into a share of each thread, so that the panels of a chunk are
     /// read by one thread, from front to back. The pieces of the shares come by turns, as the pool deals them.
     fn pieces<'k>(&'k self, x: &MatrixView, next: Option<&PackedWeight>) -> Vec<piece::Piece<'k>> {
-        let num_chunks = x.num_rows.div_ceil(piece::rows_per_chunk(x.row_bytes()));
+        let parts = self.weight.arithmetic().parts();
+        let num_chunks = x.num_rows.div_ceil(piece::rows_per_chunk(x.row_bytes(), parts));
         let rows_per_piece = x
             .num_rows
             .div_ceil(num_chunks)
-            .next_multiple_of(piece::CHUNK_STEP);
+            .next_multiple_of(piece::chunk_step(parts));
         let group = self.weight.arithmetic().group_panels(rows_per_piece);
         let shares = self.weight.shares(pool::num_threads());
         let smallest = shares.iter().map(ExactSizeIterator::len).min().unwrap_or(0);
@@ -168,45 +180,41 @@ impl Linear<'_> {
         pieces
     }
 
-    /// A copy of x as the arithmetic reads it, where x itself is not: widened to f32, or rows filled up with zeros to
-    /// whole steps along K.
+    /// x as the arithmetic reads it: x itself, or a copy that is widened to f32 or split into parts, its rows filled up
+    /// with zeros to whole steps along K.
     ///
     /// # Safety
     /// As `run`.
-    unsafe fn prepare_rows(&self) -> Option<PreparedRows> {
+    unsafe fn prepare_rows(&self, buffer: &mut AlignedBuffer) -> MatrixView {
         let arithmetic = self.weight.arithmetic();
         let (dtype, depth) = (arithmetic.row_dtype(), self.weight.depth());
         if dtype == self.x.dtype && depth == self.x.width {
-            return None;
+            return self.x;
         }
-        let row_bytes = depth * dtype.size();
-        let mut memory = vec![0_u32; (self.x.num_rows * row_bytes).div_ceil(4)];
-        let address = memory.as_mut_ptr().cast::<u8>();
-        let view = MatrixView {
-            address,
+        let num_rows = arithmetic.parts() * self.x.num_rows;
+        let len = (num_rows * depth * dtype.size()).div_ceil(size_of::<f32>());
+        buffer.reserve(len);
+        let copy = MatrixView {
+            address: buffer.slice(0..len).as_mut_ptr().cast(),
             dtype,
-            num_rows: self.x.num_rows,
+            num_rows,
             width: depth,
             row_stride: depth,
         };
-        let mut wide = vec![0.0; self.x.width];
+        if num_rows > self.x.num_rows {
+            // SAFETY: parts are those of f32, steps along K are whole vectors, and the buffer is ours.
+            unsafe { thirds::split(arithmetic.isa(), self.x, copy) };
+            return copy;
+        }
+        let mut wide = vec![0.0; depth];
         for row in 0..self.x.num_rows {
             // SAFETY: the rows of x are valid; those of the copy are at least as long. Half types are only copied by
             // way of f32, which is exact.
             unsafe {
-                load_row(self.x.dtype, self.x.at(row, 0), &mut wide);
-                store_row(dtype, &wide, view.at(row, 0));
+                load_row(self.x.dtype, self.x.at(row, 0), &mut wide[..self.x.width]);
+                store_row(dtype, &wide, copy.at(row, 0));
             }
         }
-        Some(PreparedRows {
-            _memory: memory,
-            view,
-        })
+        copy
     }
-}
-
-/// A copy of x, and the memory that it lies in.
-struct PreparedRows {
-    _memory: Vec<u32>,
-    view: MatrixView,
 }
