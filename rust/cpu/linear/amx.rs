@@ -14,7 +14,7 @@ use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 
 use super::amx_blocks;
-use super::piece::{Meanwhile, MicroKernel, Tile};
+use super::piece::{Meanwhile, MicroKernel, Tile, chunk_step};
 use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
 use crate::memory::CACHE_LINE_BYTES;
@@ -305,7 +305,7 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
             return (num_rows, group);
         }
         let num_groups = (SPAN_BYTES / (group * panel_bytes)).max(1);
-        (Self::MAX_ROWS, num_groups * group)
+        (chunk_step(PARTS), num_groups * group)
     }
 
     #[inline(always)]
