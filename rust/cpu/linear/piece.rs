@@ -34,6 +34,13 @@ pub(super) fn rows_per_chunk(row_bytes: usize) -> usize {
     (CHUNK_BYTES / row_bytes / CHUNK_STEP * CHUNK_STEP).clamp(CHUNK_STEP, CHUNK_ROWS)
 }
 
+/// The first row of a part of some rows, cut into so many parts of whole steps; their end, behind the last one.
+pub(super) fn cut_rows(rows: &Range<usize>, part: usize, num_parts: usize) -> usize {
+    let num_steps = rows.len().div_ceil(CHUNK_STEP);
+    rows.end
+        .min(rows.start + num_steps * part / num_parts * CHUNK_STEP)
+}
+
 /// One tile: rows of x times panels, summed over a cut of K.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tile {

@@ -104,8 +104,7 @@ impl<S: Simd> Meanwhile for Writing<'_, S> {
                 if self.is_gated {
                     simd.store_bf16(simd.mul(silu(simd, first), second), self.out);
                 } else {
-                    simd.store_bf16(first, self.out);
-                    simd.store_bf16(second, self.out.wrapping_add(LANES * Dtype::Bf16.size()));
+                    simd.store_bf16_pair([first, second], self.out);
                 }
             }
             self.sums = self.sums.wrapping_add(1);
