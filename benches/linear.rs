@@ -103,7 +103,12 @@ impl Layers {
         (in_size, out_size, is_gated): (usize, usize, bool),
         max_rows: usize,
     ) -> Self {
-        let weight = numbers(in_size * out_size, dtype);
+        let mut weight = numbers(in_size * out_size, dtype);
+        if arithmetic.panel_dtype(dtype) != dtype {
+            for bits in &mut weight {
+                *bits &= 0xffff_0000; // a number of bf16
+            }
+        }
         let num_parts = 1 + usize::from(is_gated);
         let num_part_rows = out_size / num_parts;
         let parts: Vec<Part> = (0..num_parts)

@@ -1,7 +1,9 @@
 """Expands the demo model's GGUF for the peers: model directories and GGUF files in bfloat16 and float32.
 
-`convert.py MODELS` runs in the environment that setup.sh makes for it. What transformers' own reader of GGUF
-files gets wrong for this model is put right: the tokenizer's splitting of digits and the norm's epsilon.
+The published weights are in bfloat16, so the expanded ones are rounded to it, and those in float32 are the
+same numbers. `convert.py MODELS` runs in the environment that setup.sh makes for it. What transformers' own
+reader of GGUF files gets wrong for this model is put right: the tokenizer's splitting of digits and the
+norm's epsilon.
 """
 
 import json
@@ -38,7 +40,8 @@ def _edit(path: Path, changes: dict[str, Any], dropped: tuple[str, ...] = ()) ->
 def write_directory(models: Path, name: str, dtype: torch.dtype) -> None:
     """One model directory as transformers and vLLM read it."""
     target = models / name
-    model = AutoModelForCausalLM.from_pretrained(models, gguf_file=SOURCE, dtype=torch.float32).to(dtype)
+    model = AutoModelForCausalLM.from_pretrained(models, gguf_file=SOURCE, dtype=torch.float32)
+    model = model.to(torch.bfloat16).to(dtype)
     # Otherwise the directory would claim to hold a quantised model.
     for holder, attribute in (
         (model.config, "quantization_config"),
@@ -85,6 +88,7 @@ def write_gguf(models: Path, name: str, quantization: GGMLQuantizationType, file
     for tensor in reader.tensors:
         shape = [int(length) for length in reversed(tensor.shape)]
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
+        values = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
         if values.ndim == 1 or quantization == GGMLQuantizationType.F32:
             writer.add_tensor(tensor.name, values, raw_dtype=GGMLQuantizationType.F32)
         else:

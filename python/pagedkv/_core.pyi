@@ -372,10 +372,16 @@ class PackedLinear:
         """Type of the weights, as in `dtype` above."""
     @property
     def num_bytes(self) -> int:
-        """Bytes of the panels."""
+        """Bytes of the panels: for float32 half of it where bfloat16 holds the same numbers."""
+    @property
+    def num_elements(self) -> int:
+        """Elements of the panels, zeros that fill them up included."""
     @property
     def arithmetic(self) -> str:
-        """How products are summed: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable"."""
+        """How products are summed: "amx_bf16", "amx_bf16x3", "avx512_bf16", "avx512", "avx2" or "portable".
+
+        "amx_bf16x3" multiplies float32, x as three rows of bfloat16, by weights that bfloat16 holds.
+        """
     def multiply(self, x: tuple[int, int, int, int], x_type: str, out: int, out_type: str) -> None:
         """Writes the product [num_rows, out_size], dense, of `out_type`, to the address `out`.
 

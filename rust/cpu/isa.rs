@@ -112,6 +112,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The larger one.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    /// The upper half of the bits of each lane, which is a bf16, and zeros.
+    fn upper_half(self, v: Self::V) -> Self::V;
     /// 2^n, where the low nine bits of each lane are n as a signed number, -126 <= n <= 127.
     fn power_of_two(self, low_bits: Self::V) -> Self::V;
     /// v, or zero in the lanes in which x < limit. A NaN in x keeps v.
@@ -233,6 +235,10 @@ impl Simd for Portable {
     #[inline(always)]
     fn max(self, a: Self::V, b: Self::V) -> Self::V {
         lanes(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn upper_half(self, v: Self::V) -> Self::V {
+        lanes(|i| f32::from_bits(v[i].to_bits() & 0xffff_0000))
     }
     #[inline(always)]
     fn power_of_two(self, low_bits: Self::V) -> Self::V {

@@ -159,14 +159,21 @@ mod loops {
                 run: |rounds| unsafe { amx(rounds) },
             },
             Peak {
+                name: "amx_bf16x3",
+                operations: 4 * 16 * 16 * 64 / 3,
+                // SAFETY: as above.
+                run: |rounds| unsafe { amx(rounds) },
+            },
+            Peak {
                 name: "amx_bf16_with_loads",
                 operations: 4 * 16 * 16 * 64,
                 // SAFETY: as above.
                 run: |rounds| unsafe { amx_with_loads(rounds) },
             },
         ];
-        let present: Vec<_> = Arithmetic::available(Dtype::Bf16)
+        let present: Vec<_> = [Dtype::Bf16, Dtype::F32]
             .into_iter()
+            .flat_map(Arithmetic::available)
             .map(Arithmetic::name)
             .collect();
         all.into_iter()

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 
 use super::cpu::{dtype, numbers, pointer, run};
 use crate::cpu::InvalidArgument;
-use crate::cpu::linear::{Arithmetic, Linear, PackedWeight, Part};
+use crate::cpu::linear::{Linear, PackedWeight, Part};
 use crate::cpu::tensor::MatrixView;
 
 /// See `_core.pyi`.
@@ -41,9 +41,8 @@ impl PackedLinear {
         };
         let parts = parts.into_iter().map(part).collect::<Result<Vec<_>, _>>()?;
         // SAFETY: the caller vouches for the addresses and keeps the tensors unchanged.
-        let weight = py.detach(|| unsafe {
-            PackedWeight::pack(Arithmetic::best(dtype), dtype, in_size, &parts, gated)
-        })?;
+        let weight =
+            py.detach(|| unsafe { PackedWeight::pack_for_process(dtype, in_size, &parts, gated) })?;
         Ok(Self { weight })
     }
 
@@ -65,6 +64,11 @@ impl PackedLinear {
     #[getter]
     fn num_bytes(&self) -> usize {
         self.weight.num_bytes()
+    }
+
+    #[getter]
+    fn num_elements(&self) -> usize {
+        self.weight.num_elements()
     }
 
     #[getter]

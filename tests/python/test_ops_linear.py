@@ -81,11 +81,16 @@ def test_what_does_not_fit_is_refused() -> None:
         cpu.pack_linear([numbers(4, 8, seed=1), numbers(5, 8, seed=1)], [None, None], gated=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [("float32", torch.float32), ("float32", torch.bfloat16), ("bfloat16", torch.bfloat16)],
+)
 @pytest.mark.parametrize("family", ["smollm", "qwen3"])
-def test_logits_of_a_sequence_depend_on_it_alone(dtype: str, family: str, tmp_path: Path) -> None:
+def test_logits_of_a_sequence_depend_on_it_alone(
+    dtype: str, stored: torch.dtype, family: str, tmp_path: Path
+) -> None:
     """Alone, token by token, in chunks and among others, on one to three threads: the same bits."""
-    make_tiny(family, tmp_path)
+    make_tiny(family, tmp_path, numbers=stored)
     run = PagedRun(load_model(tmp_path, dtype), choose("cpu"), block_size=8, num_blocks=200)
     ids: list[int] = torch.randint(0, 200, (90,), generator=torch.Generator().manual_seed(3)).tolist()
     alone = run.logits(ids, 90)
@@ -95,6 +100,23 @@ def test_logits_of_a_sequence_depend_on_it_alone(dtype: str, family: str, tmp_pa
     crowd = [TestSequence(ids[start:]) for start in range(1, 30, 3)] + [TestSequence(ids)]
     chunks = [(sequence, len(sequence.token_ids)) for sequence in crowd]
     assert torch.equal(run.step(chunks)[-len(ids) :], alone)
+
+
+@pytest.mark.parametrize("family", ["smollm", "qwen2"])
+def test_float32_of_bfloat16_weights_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    """The panels take half of the memory where tiles multiply them, and no digit is lost."""
+    twin = make_tiny(family, tmp_path, numbers=torch.bfloat16)
+    model = load_model(tmp_path, "float32")
+    run = PagedRun(model, choose("cpu"), block_size=8, num_blocks=200)
+    ids = torch.randint(0, 200, (90,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = twin(ids[None]).logits[0]
+    torch.testing.assert_close(run.logits(ids.tolist(), 40), expected, rtol=1e-4, atol=5e-5)
+    head = model.model.packed.head
+    assert isinstance(head, _core.PackedLinear)
+    is_narrow = _core.cpu_isa() == "amx_bf16"
+    assert head.arithmetic == "amx_bf16x3" if is_narrow else head.arithmetic != "amx_bf16x3"
+    assert head.num_bytes == head.num_elements * (2 if is_narrow else 4)
 
 
 def test_released_weights_cannot_be_packed_again(tmp_path: Path) -> None:

@@ -52,7 +52,13 @@ _ROPE: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def make_tiny(
-    family: str, path: Path, *, rope: str = "default", seed: int = 0, **overrides: Any
+    family: str,
+    path: Path,
+    *,
+    rope: str = "default",
+    seed: int = 0,
+    numbers: torch.dtype = torch.float32,
+    **overrides: Any,
 ) -> PreTrainedModel:
     """Saves a random model of two layers to `path` and returns it, in f32 and ready to compute.
 
@@ -63,6 +69,7 @@ def make_tiny(
         path: A directory, created if need be.
         rope: One of `ROPE_KINDS`.
         seed: Of the weights.
+        numbers: What the weights are rounded to, though they are stored in f32.
         overrides: Fields of the config.
     """
     parameters, max_position_embeddings = _ROPE[rope]
@@ -91,6 +98,7 @@ def make_tiny(
             torch.nn.init.normal_(parameter, std=0.2)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        parameter.data = parameter.data.to(numbers).float()
     model.eval().save_pretrained(path)
     return model
 

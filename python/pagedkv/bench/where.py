@@ -5,9 +5,10 @@ Workloads through `LLM`, on the CPU: "crowd" is 32 requests at once, 32 to 512 t
 their own, 32 out; "samples" is 16 samples of a prompt of 512 tokens, 64 out. All but those are greedy. The
 core and sampling are timed call by call, the forward pass, which is one call into Rust, times its kernels
 itself; whatever lies between, torch included, is Python's. A floor is the larger one of two times: the
-multiplications at the processor's peak, and the bytes that must be read or written at its read bandwidth;
-both are measured in the same run. Small tensors, and blocks that sequences share, lie in a cache, so calls
-on them can be faster than their floors. What the accounts take is left out.
+multiplications at the processor's peak (that of vectors for attention in float32), and the bytes that must be
+read or written at its read bandwidth; all are measured in the same run. Small tensors, and blocks that
+sequences share, lie in a cache, so calls on them can be faster than their floors. What the accounts take is
+left out.
 """
 
 import random
@@ -52,13 +53,15 @@ class Clock:
     Attributes:
         parts: the lines.
         peak: operations a second of the arithmetic that the products use.
+        attention_peak: that of attention.
         bandwidth: bytes a second.
         own_seconds: what the clock itself took.
     """
 
-    def __init__(self, peak: float, bandwidth: float) -> None:
+    def __init__(self, peak: float, attention_peak: float, bandwidth: float) -> None:
         self.parts: defaultdict[str, Part] = defaultdict(Part)
         self.peak = peak
+        self.attention_peak = attention_peak
         self.bandwidth = bandwidth
         self.own_seconds = 0.0
 
@@ -70,7 +73,8 @@ class Clock:
         part.seconds += seconds
         part.flop += calls * flop
         part.bytes += calls * num_bytes
-        part.floor += calls * max(flop / self.peak, num_bytes / self.bandwidth)
+        peak = self.attention_peak if label.startswith("attention") else self.peak
+        part.floor += calls * max(flop / peak, num_bytes / self.bandwidth)
 
     def timed(self, function: Callable[..., Any], cost: Callable[..., Cost]) -> Callable[..., Any]:
         """The function, timed; `cost` says what a call with the same arguments belongs to."""
@@ -103,7 +107,7 @@ def _product(weight: _core.PackedLinear, num_rows: int, out_bytes: int) -> Cost:
     bound = next((bound for bound in _ROW_BOUNDS if num_rows <= bound), None)
     label = f"linear, over {_ROW_BOUNDS[-1]} rows" if bound is None else f"linear, up to {bound} rows"
     row_bytes = weight.in_size * in_bytes + weight.out_size * out_bytes
-    flop = 2.0 * num_rows * weight.num_bytes / in_bytes
+    flop = 2.0 * num_rows * weight.num_elements
     return label, flop, weight.num_bytes + num_rows * row_bytes
 
 
@@ -223,7 +227,9 @@ def run(
         seconds(workload, 0)
     ceilings = _core.cpu_ceilings()
     untimed = [seconds(workload, 1) for workload in workloads]
-    clock = Clock(ceilings.get(head.arithmetic, float("inf")), ceilings["read"])
+    peak = ceilings.get(head.arithmetic, float("inf"))
+    attention_peak = ceilings.get("avx512", float("inf")) if head.dtype == "float32" else peak
+    clock = Clock(peak, attention_peak, ceilings["read"])
     _wrap(llm, clock)
     results = []
     try:

@@ -22,9 +22,9 @@ use crate::memory::CACHE_LINE_BYTES;
 /// Rows of the upper and of the lower tiles, as configured; none at first.
 pub(super) type Shape = Cell<(usize, usize)>;
 
-/// The tiles of this thread, which gives them up afterwards (`Amx::release`).
+/// The tiles of this thread, which gives them up afterwards (`Amx::release`). `PARTS` rows make up one of x.
 #[derive(Clone, Copy)]
-pub(super) struct Tiles<'a> {
+pub(super) struct Tiles<'a, const PARTS: usize> {
     amx: Amx,
     shape: &'a Shape,
 }
@@ -34,7 +34,7 @@ pub(super) fn group_panels(num_rows: usize) -> usize {
     if num_rows > TILE_LEN { 2 } else { 4 }
 }
 
-impl<'a> Tiles<'a> {
+impl<'a, const PARTS: usize> Tiles<'a, PARTS> {
     /// They have no shape yet.
     pub(super) fn new(amx: Amx, shape: &'a Shape) -> Self {
         Self { amx, shape }
@@ -284,8 +284,9 @@ unsafe fn one_by_some<const PANELS: usize>(tile: &Tile) {
     }
 }
 
-impl MicroKernel for Tiles<'_> {
+impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
     const MAX_ROWS: usize = 2 * TILE_LEN;
+    const PARTS: usize = PARTS;
     const MAX_DEPTH: usize = usize::MAX;
 
     fn max_panels(self, num_rows: usize) -> usize {

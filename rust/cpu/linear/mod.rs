@@ -5,6 +5,7 @@
 //! | `packed` | the weights in panels of sixteen columns, and their way there and back |
 //! | `memory` | what the panels lie in |
 //! | `arithmetic` | how products are summed, one way for a process and a type |
+//! | `thirds` | f32 as sums of three numbers of bf16 |
 //! | `fma`, `dot_bf16`, `amx` | the inner loops: one tile of rows and panels |
 //! | `amx_blocks` | the same for many rows on AMX |
 //! | `piece` | the loops around them: cache blocking |
@@ -27,12 +28,15 @@ mod fma;
 mod memory;
 mod packed;
 mod piece;
+mod thirds;
 mod write;
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use super::InvalidArgument;
 use super::element::{load_row, store_row};
+use super::isa::AlignedBuffer;
 use super::pool;
 use super::tensor::MatrixView;
 
@@ -51,6 +55,11 @@ const ROWS_OF_THREAD: usize = 256;
 
 /// Most pieces of work for each thread: enough that one which started late leaves some to the others.
 const PIECES_PER_THREAD: usize = 4;
+
+thread_local! {
+    /// x as an arithmetic reads it, where that is a copy: kept, since fresh memory costs more than the copy.
+    static ROWS: RefCell<AlignedBuffer> = RefCell::default();
+}
 
 /// One call.
 #[derive(Clone, Copy, Debug)]
@@ -117,12 +126,13 @@ impl Linear<'_> {
         if self.x.num_rows == 0 {
             return;
         }
-        // SAFETY: passed on.
-        let prepared = unsafe { self.prepare_rows() };
-        let rows = prepared.as_ref().map_or(self.x, |prepared| prepared.view);
-        let mut pieces = self.pieces(&rows, next);
-        pool::for_each(&mut pieces, self.estimated_ns(), |piece| {
-            self.weight.arithmetic().isa().run(&mut *piece);
+        ROWS.with_borrow_mut(|buffer| {
+            // SAFETY: passed on.
+            let rows = unsafe { self.prepare_rows(buffer) };
+            let mut pieces = self.pieces(&rows, next);
+            pool::for_each(&mut pieces, self.estimated_ns(), |piece| {
+                self.weight.arithmetic().isa().run(&mut *piece);
+            });
         });
     }
 
@@ -140,7 +150,8 @@ impl Linear<'_> {
                 })
                 .collect();
         }
-        let cut = |idx| piece::cut_rows(&(0..num_rows), idx, num_threads);
+        let step = piece::chunk_step(self.weight.arithmetic().parts());
+        let cut = |idx| cut_rows(&(0..num_rows), step, idx, num_threads);
         (0..num_threads)
             .map(|idx| Share {
                 rows: cut(idx)..cut(idx + 1),
@@ -154,11 +165,10 @@ impl Linear<'_> {
     fn pieces<'k>(&'k self, x: &MatrixView, next: Option<&PackedWeight>) -> Vec<piece::Piece<'k>> {
         let shares = self.shares(x.num_rows);
         let most_rows = shares.iter().map(|share| share.rows.len()).max().unwrap_or(0);
-        let num_chunks = most_rows.div_ceil(piece::rows_per_chunk(x.row_bytes()));
-        let group = self
-            .weight
-            .arithmetic()
-            .group_panels(most_rows.div_ceil(num_chunks));
+        let arithmetic = self.weight.arithmetic();
+        let (parts, step) = (arithmetic.parts(), piece::chunk_step(arithmetic.parts()));
+        let num_chunks = most_rows.div_ceil(piece::rows_per_chunk(x.row_bytes(), parts));
+        let group = arithmetic.group_panels(most_rows.div_ceil(num_chunks));
         let fewest_panels = shares.iter().map(|share| share.panels.len()).min().unwrap_or(0);
         let num_turns = fewest_panels.div_ceil(group).clamp(1, PIECES_PER_THREAD);
         let next = next.map(|weight| (weight, Linear { weight, ..*self }.shares(x.num_rows)));
@@ -184,8 +194,8 @@ impl Linear<'_> {
                     pieces.push(piece::Piece {
                         call: self,
                         x: *x,
-                        rows: piece::cut_rows(rows, chunk, num_chunks)
-                            ..piece::cut_rows(rows, chunk + 1, num_chunks),
+                        rows: cut_rows(rows, step, chunk, num_chunks)
+                            ..cut_rows(rows, step, chunk + 1, num_chunks),
                         panels: own,
                         then: (weight.panel(panel), weight.panel_bytes()),
                     });
@@ -195,51 +205,54 @@ impl Linear<'_> {
         pieces
     }
 
-    /// A copy of x as the arithmetic reads it, where x itself is not: widened to f32, or rows filled up with zeros to
-    /// whole steps along K.
+    /// x as the arithmetic reads it: x itself, or a copy that is widened to f32 or split into parts, its rows filled up
+    /// with zeros to whole steps along K.
     ///
     /// # Safety
     /// As `run`.
-    unsafe fn prepare_rows(&self) -> Option<PreparedRows> {
+    unsafe fn prepare_rows(&self, buffer: &mut AlignedBuffer) -> MatrixView {
         let arithmetic = self.weight.arithmetic();
         let (dtype, depth) = (arithmetic.row_dtype(), self.weight.depth());
         if dtype == self.x.dtype && depth == self.x.width {
-            return None;
+            return self.x;
         }
-        let row_bytes = depth * dtype.size();
-        let mut memory = vec![0_u32; (self.x.num_rows * row_bytes).div_ceil(4)];
-        let address = memory.as_mut_ptr().cast::<u8>();
-        let view = MatrixView {
-            address,
+        let num_rows = arithmetic.parts() * self.x.num_rows;
+        let len = (num_rows * depth * dtype.size()).div_ceil(size_of::<f32>());
+        buffer.reserve(len);
+        let copy = MatrixView {
+            address: buffer.slice(0..len).as_mut_ptr().cast(),
             dtype,
-            num_rows: self.x.num_rows,
+            num_rows,
             width: depth,
             row_stride: depth,
         };
-        let mut wide = vec![0.0; self.x.width];
+        if num_rows > self.x.num_rows {
+            // SAFETY: parts are those of f32, steps along K are whole vectors, and the buffer is ours.
+            unsafe { thirds::split(arithmetic.isa(), self.x, copy) };
+            return copy;
+        }
+        let mut wide = vec![0.0; depth];
         for row in 0..self.x.num_rows {
             // SAFETY: the rows of x are valid; those of the copy are at least as long. Half types are only copied by
             // way of f32, which is exact.
             unsafe {
-                load_row(self.x.dtype, self.x.at(row, 0), &mut wide);
-                store_row(dtype, &wide, view.at(row, 0));
+                load_row(self.x.dtype, self.x.at(row, 0), &mut wide[..self.x.width]);
+                store_row(dtype, &wide, copy.at(row, 0));
             }
         }
-        Some(PreparedRows {
-            _memory: memory,
-            view,
-        })
+        copy
     }
 }
 
 /// Rows and panels that one thread multiplies.
 struct Share {
+    /// Of x as the arithmetic reads it.
     rows: Range<usize>,
     panels: Range<usize>,
 }
 
-/// A copy of x, and the memory that it lies in.
-struct PreparedRows {
-    _memory: Vec<u32>,
-    view: MatrixView,
+/// The first row of a part of some rows, cut into so many parts of whole steps; their end, behind the last one.
+fn cut_rows(rows: &Range<usize>, step: usize, part: usize, num_parts: usize) -> usize {
+    let num_steps = rows.len().div_ceil(step);
+    rows.end.min(rows.start + num_steps * part / num_parts * step)
 }

@@ -7,8 +7,8 @@
 
 use std::ops::Range;
 
-use super::Arithmetic;
 use super::memory::Memory;
+use super::{Arithmetic, thirds};
 use crate::cpu::InvalidArgument;
 use crate::cpu::element::{Dtype, load_row};
 use crate::cpu::isa::LANES;
@@ -44,7 +44,10 @@ pub struct PackedWeight {
     /// By column of the panels; empty if there is none.
     bias: Vec<f32>,
     arithmetic: Arithmetic,
+    /// Of the weight, of rows that are multiplied by it, and of their results.
     dtype: Dtype,
+    /// Of the elements in the panels.
+    panel_dtype: Dtype,
     in_size: usize,
     out_size: usize,
     num_panels: usize,
@@ -58,6 +61,7 @@ struct Packing<'a> {
     parts: &'a [Part],
     is_gated: bool,
     dtype: Dtype,
+    panel_dtype: Dtype,
     in_size: usize,
     depth: usize,
     pair: usize,
@@ -74,6 +78,25 @@ struct Panels {
 unsafe impl Send for Panels {}
 
 impl PackedWeight {
+    /// Packs parts for the arithmetic that the process uses for such weights: see `pack`.
+    ///
+    /// # Errors
+    /// As `pack`.
+    ///
+    /// # Safety
+    /// As `pack`.
+    pub unsafe fn pack_for_process(
+        dtype: Dtype,
+        in_size: usize,
+        parts: &[Part],
+        is_gated: bool,
+    ) -> Result<Self, InvalidArgument> {
+        // SAFETY: f32 parts are asked for, and passed on.
+        let arithmetic = Arithmetic::best(dtype, || unsafe { thirds::are_bf16(in_size, parts) });
+        // SAFETY: passed on; f32 weights are bf16 numbers where it matters.
+        unsafe { Self::pack(arithmetic, dtype, in_size, parts, is_gated) }
+    }
+
     /// Packs parts for an arithmetic, on all threads of the pool. `is_gated`: there are two parts of equal size, and
     /// the product is `silu(first) * second`.
     ///
@@ -81,7 +104,8 @@ impl PackedWeight {
     /// Nothing to pack, or gated parts that are not two of equal size.
     ///
     /// # Safety
-    /// The parts are readable, aligned to `dtype`, and unchanged during the call.
+    /// The parts are readable, aligned to `dtype`, and unchanged during the call. What is more, though nothing unsafe
+    /// comes of it: they hold no other numbers than the panels of the arithmetic can (`Arithmetic::panel_dtype`).
     pub unsafe fn pack(
         arithmetic: Arithmetic,
         dtype: Dtype,
@@ -116,6 +140,7 @@ impl PackedWeight {
             parts,
             is_gated,
             dtype,
+            panel_dtype: arithmetic.panel_dtype(dtype),
             in_size,
             depth: in_size.next_multiple_of(arithmetic.step()),
             pair: arithmetic.pair(),
@@ -127,6 +152,7 @@ impl PackedWeight {
             bias,
             arithmetic,
             dtype,
+            panel_dtype: packing.panel_dtype,
             in_size,
             out_size: if is_gated { num_columns / 2 } else { num_columns },
             num_panels,
@@ -145,9 +171,14 @@ impl PackedWeight {
         self.out_size
     }
 
-    /// Type of the elements.
+    /// Type of the weight, of the rows that it multiplies, and of the rows that `copy_rows` copies.
     pub fn dtype(&self) -> Dtype {
         self.dtype
+    }
+
+    /// Type of the elements in the panels: narrower, where that holds the same numbers.
+    pub fn panel_dtype(&self) -> Dtype {
+        self.panel_dtype
     }
 
     /// How it is multiplied.
@@ -161,7 +192,7 @@ impl PackedWeight {
     }
 
     /// Elements of the panels, padding included.
-    pub(super) fn num_elements(&self) -> usize {
+    pub fn num_elements(&self) -> usize {
         self.num_panels * LANES * self.depth
     }
 
@@ -194,7 +225,7 @@ impl PackedWeight {
 
     /// Bytes of a panel.
     pub(super) fn panel_bytes(&self) -> usize {
-        self.depth * LANES * self.dtype.size()
+        self.depth * LANES * self.panel_dtype.size()
     }
 
     /// Address of a panel's first element.
@@ -235,22 +266,28 @@ impl PackedWeight {
         for (idx, &row) in row_ids.iter().enumerate() {
             let row = row.unsigned_abs() as usize; // Checked: not negative.
             let (panel, out) = (self.panel(row / LANES), out.wrapping_add(idx * row_bytes));
-            match self.dtype {
-                // SAFETY: the panel is `depth` elements deep; the caller vouches for `out`.
-                Dtype::F32 => unsafe { self.copy_lane::<u32>(panel.cast(), row % LANES, out.cast()) },
-                // SAFETY: as above.
-                Dtype::Bf16 | Dtype::F16 => unsafe {
-                    self.copy_lane::<u16>(panel.cast(), row % LANES, out.cast());
-                },
+            // SAFETY: the panel is `depth` elements deep; the caller vouches for `out`.
+            unsafe {
+                let lane = row % LANES;
+                match (self.dtype, self.panel_dtype) {
+                    (Dtype::F32, Dtype::Bf16) => self.copy_lane(panel, lane, out, thirds::widen),
+                    (Dtype::F32, _) => self.copy_lane(panel, lane, out, |word: u32| word),
+                    (Dtype::Bf16 | Dtype::F16, _) => self.copy_lane(panel, lane, out, |half: u16| half),
+                }
             }
         }
     }
 
-    unsafe fn copy_lane<T: Copy>(&self, panel: *const T, lane: usize, out: *mut T) {
+    /// Copies a column of a panel, each element by way of `widen`.
+    ///
+    /// # Safety
+    /// The panel holds elements like `P`; `out` is writable for `in_size` like `T`, and nobody else accesses it.
+    unsafe fn copy_lane<P: Copy, T>(&self, panel: *const u8, lane: usize, out: *mut u8, widen: fn(P) -> T) {
+        let (panel, out) = (panel.cast::<P>(), out.cast::<T>());
         let pair = self.arithmetic.pair();
         for k in 0..self.in_size {
             // SAFETY: k is within the panel and within `out`.
-            unsafe { *out.add(k) = *panel.add(offset(k, lane, pair)) };
+            unsafe { *out.add(k) = widen(*panel.add(offset(k, lane, pair))) };
         }
     }
 }
@@ -292,7 +329,7 @@ impl Packing<'_> {
     /// # Safety
     /// The parts are readable.
     unsafe fn panels(&self, num_panels: usize) -> Memory {
-        let panel_bytes = self.depth * LANES * self.dtype.size();
+        let panel_bytes = self.depth * LANES * self.panel_dtype.size();
         let memory = Memory::new(num_panels * panel_bytes);
         let address = memory.address();
         let mut pieces: Vec<Panels> = (0..num_panels)
@@ -310,9 +347,11 @@ impl Packing<'_> {
                 let out = piece.address.wrapping_add(panel * panel_bytes);
                 // SAFETY: the panel lies within the memory, and this piece alone writes it.
                 unsafe {
-                    match self.dtype {
-                        Dtype::F32 => self.write_panel::<u32>(piece.first + panel, out.cast()),
-                        Dtype::Bf16 | Dtype::F16 => self.write_panel::<u16>(piece.first + panel, out.cast()),
+                    let panel = piece.first + panel;
+                    match (self.dtype, self.panel_dtype) {
+                        (Dtype::F32, Dtype::Bf16) => self.write_panel(panel, out, thirds::upper_half),
+                        (Dtype::F32, _) => self.write_panel(panel, out, |word: u32| word),
+                        (Dtype::Bf16 | Dtype::F16, _) => self.write_panel(panel, out, |half: u16| half),
                     }
                 }
             }
@@ -320,9 +359,12 @@ impl Packing<'_> {
         memory
     }
 
+    /// Writes a panel, each element by way of `narrow`.
+    ///
     /// # Safety
-    /// The parts are readable; `out` is writable for a panel of elements like `T`.
-    unsafe fn write_panel<T: Copy + Default>(&self, panel: usize, out: *mut T) {
+    /// The parts are readable, and hold elements like `T`; `out` is writable for a panel of elements like `P`.
+    unsafe fn write_panel<T: Copy, P: Default>(&self, panel: usize, out: *mut u8, narrow: fn(T) -> P) {
+        let out = out.cast::<P>();
         let rows: [Option<*const T>; LANES] = std::array::from_fn(|lane| {
             let (part, row) = self.source(panel * LANES + lane)?;
             Some(part.weight.cast::<T>().wrapping_add(row * part.row_stride))
@@ -331,8 +373,8 @@ impl Packing<'_> {
             for (lane, row) in rows.iter().enumerate() {
                 let value = match row {
                     // SAFETY: k is within the row.
-                    Some(row) if k < self.in_size => unsafe { *row.add(k) },
-                    _ => T::default(),
+                    Some(row) if k < self.in_size => narrow(unsafe { *row.add(k) }),
+                    _ => P::default(),
                 };
                 // SAFETY: the offset is within the panel.
                 unsafe { *out.add(offset(k, lane, self.pair)) = value };

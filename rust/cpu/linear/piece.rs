@@ -15,6 +15,8 @@ use std::ops::Range;
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::fma::Fma;
+#[cfg(target_arch = "x86_64")]
+use super::thirds;
 use super::write::{Block, Writing};
 use super::{Arithmetic, Linear};
 use crate::cpu::element::{Bf16, Dtype, F16, F32};
@@ -26,19 +28,18 @@ use crate::memory::CACHE_LINE_BYTES;
 const CHUNK_BYTES: usize = 1 << 20;
 /// Most rows of a chunk.
 const CHUNK_ROWS: usize = 512;
-/// What the rows of a chunk are a multiple of: those of the largest tile.
-pub(super) const CHUNK_STEP: usize = 32;
+/// Rows of the largest tile.
+const TILE_ROWS: usize = 32;
 
-/// Rows of a chunk, where a row of x has so many bytes.
-pub(super) fn rows_per_chunk(row_bytes: usize) -> usize {
-    (CHUNK_BYTES / row_bytes / CHUNK_STEP * CHUNK_STEP).clamp(CHUNK_STEP, CHUNK_ROWS)
+/// What the rows of a chunk are a multiple of: those of the largest tile that has all parts of each row of x.
+pub(super) fn chunk_step(parts: usize) -> usize {
+    TILE_ROWS / parts * parts
 }
 
-/// The first row of a part of some rows, cut into so many parts of whole steps; their end, behind the last one.
-pub(super) fn cut_rows(rows: &Range<usize>, part: usize, num_parts: usize) -> usize {
-    let num_steps = rows.len().div_ceil(CHUNK_STEP);
-    rows.end
-        .min(rows.start + num_steps * part / num_parts * CHUNK_STEP)
+/// Rows of a chunk, where a row that the arithmetic reads has so many bytes, and it reads so many for one of x.
+pub(super) fn rows_per_chunk(row_bytes: usize, parts: usize) -> usize {
+    let step = chunk_step(parts);
+    (CHUNK_BYTES / row_bytes / step * step).clamp(step, CHUNK_ROWS / step * step)
 }
 
 /// One tile: rows of x times panels, summed over a cut of K.
@@ -82,6 +83,8 @@ pub(super) trait Meanwhile {
 pub(super) trait MicroKernel: Copy {
     /// Most rows of a tile.
     const MAX_ROWS: usize;
+    /// Rows that follow each other whose sums are added to one result: see `Arithmetic::parts`.
+    const PARTS: usize = 1;
     /// Elements along K after which the sums are put aside, if there is more than one block of rows.
     const MAX_DEPTH: usize;
 
@@ -122,6 +125,7 @@ pub(super) struct Piece<'k> {
     pub(super) call: &'k Linear<'k>,
     /// x as the arithmetic reads it.
     pub(super) x: MatrixView,
+    /// Of these, `PARTS` for each row of the result.
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
     /// Panels that the thread will probably read after these, if it is known; else some that it has read. And the
@@ -135,17 +139,23 @@ unsafe impl Send for Piece<'_> {}
 impl Kernel for &mut Piece<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        match (self.call.weight.arithmetic(), self.call.weight.dtype()) {
+        match (self.call.weight.arithmetic(), self.call.weight.panel_dtype()) {
             (Arithmetic::Fma(_), Dtype::F32) => self.multiply(simd, Fma::<S, F32>::new(simd)),
             (Arithmetic::Fma(_), Dtype::Bf16) => self.multiply(simd, Fma::<S, Bf16>::new(simd)),
             (Arithmetic::Fma(_), Dtype::F16) => self.multiply(simd, Fma::<S, F16>::new(simd)),
             #[cfg(target_arch = "x86_64")]
             (Arithmetic::DotBf16(dot), _) => self.multiply(simd, dot),
             #[cfg(target_arch = "x86_64")]
+            // Not in closures, which would be compiled without the instructions of `simd`.
             (Arithmetic::Amx(amx), _) => {
-                // Not in a closure, which would be compiled without the instructions of `simd`.
                 let shape = amx::Shape::default();
-                self.multiply(simd, amx::Tiles::new(amx, &shape));
+                self.multiply(simd, amx::Tiles::<1>::new(amx, &shape));
+                amx.release();
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Arithmetic::AmxThirds(amx), _) => {
+                let shape = amx::Shape::default();
+                self.multiply(simd, amx::Tiles::<{ thirds::PARTS }>::new(amx, &shape));
                 amx.release();
             }
         }
@@ -156,7 +166,7 @@ impl Piece<'_> {
     #[inline(always)]
     fn multiply<S: Simd, M: MicroKernel>(&self, simd: S, kernel: M) {
         let mut buffer = AlignedBuffer::default();
-        let rows_per_chunk = rows_per_chunk(self.x.row_bytes());
+        let rows_per_chunk = rows_per_chunk(self.x.row_bytes(), M::PARTS);
         let num_rows = self.rows.len().min(rows_per_chunk);
         // Gated columns come in pairs of panels, and both must be there when the sums are complete.
         let widest = kernel.max_panels(num_rows);
@@ -182,7 +192,7 @@ impl Piece<'_> {
             }
         }
         // SAFETY: as in `multiply_group`.
-        let mut writing = unsafe { Writing::begin(simd, self.call, &sums.complete) };
+        let mut writing = unsafe { Writing::<S, M>::begin(simd, self.call, &sums.complete) };
         while writing.next() {}
     }
 
@@ -200,12 +210,12 @@ impl Piece<'_> {
         let depth = weight.depth();
         let stride = panels.len() * LANES;
         let max_panels = kernel.max_panels(rows.len());
-        let block = block_len(rows.len(), M::MAX_ROWS);
+        let block = M::PARTS * block_len(rows.len() / M::PARTS, M::MAX_ROWS / M::PARTS);
         let num_blocks = rows.len().div_ceil(block);
         let max_depth = if num_blocks > 1 { M::MAX_DEPTH } else { depth };
         let step = weight.arithmetic().step();
         let cut = block_len(depth, max_depth).next_multiple_of(step);
-        let step_bytes = step * LANES * weight.dtype().size();
+        let step_bytes = step * LANES * weight.panel_dtype().size();
         for first_k in (0..depth).step_by(cut) {
             let next_k = depth.min(first_k + cut);
             for (idx, first) in rows.clone().step_by(block).enumerate() {
@@ -245,14 +255,14 @@ impl Piece<'_> {
                     // SAFETY: the caller of `Linear::run` vouches for x and the results; panels and sums are ours, and
                     // reach as far; what is written was in the other place, or complete before.
                     unsafe {
-                        let mut writing = Writing::begin(simd, self.call, &complete);
+                        let mut writing = Writing::<S, M>::begin(simd, self.call, &complete);
                         kernel.tile_while(&tile, &mut writing);
                     }
                 }
                 if next_k == depth {
                     sums.turn = turn;
                     sums.complete = Block {
-                        rows: block_rows,
+                        rows: block_rows.start / M::PARTS..block_rows.end / M::PARTS,
                         panels: panels.clone(),
                         sums: place,
                     };

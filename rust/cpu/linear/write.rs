@@ -5,10 +5,11 @@
     reason = "a kernel is compiled for an instruction set by being inlined"
 )]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::Linear;
-use super::piece::Meanwhile;
+use super::piece::{Meanwhile, MicroKernel};
 use crate::cpu::activation::silu;
 use crate::cpu::element::{Dtype, store_row, store_vector};
 use crate::cpu::isa::{LANES, Simd};
@@ -21,11 +22,11 @@ const ROWS_A_STEP: usize = 2;
 /// Sums of a block of rows that are complete, and not yet written.
 #[derive(Clone, Debug)]
 pub(super) struct Block {
-    /// Rows of the product.
+    /// Rows of the result.
     pub(super) rows: Range<usize>,
     /// Their panels.
     pub(super) panels: Range<usize>,
-    /// `[rows, panels * LANES]`, dense.
+    /// `[rows, PARTS, panels * LANES]`, dense: the parts of a sum are still to be added.
     pub(super) sums: *const f32,
 }
 
@@ -41,14 +42,15 @@ impl Block {
 }
 
 /// Writes a block while a tile is multiplied, which leaves few instructions to each step: it is for sums of two panels
-/// whose columns are all there, and results in bf16, as layers have them.
-pub(super) struct Writing<'k, S> {
+/// whose columns are all there, and results of the type that layers have.
+pub(super) struct Writing<'k, S, M> {
     simd: S,
+    kernel: PhantomData<M>,
     is_gated: bool,
     bias: Option<[&'k [f32; LANES]; 2]>,
     /// Rows that are left.
     num_rows: usize,
-    /// Sums of the next row.
+    /// Sums of the next row, or of its first part.
     sums: *const [[f32; LANES]; 2],
     /// Where its results go.
     out: *mut u8,
@@ -56,7 +58,10 @@ pub(super) struct Writing<'k, S> {
     out_stride: usize,
 }
 
-impl<'k, S: Simd> Writing<'k, S> {
+impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
+    /// The type of results. Parts of rows are those of f32.
+    const DTYPE: Dtype = if M::PARTS == 1 { Dtype::Bf16 } else { Dtype::F32 };
+
     /// Begins to write a block; if it is not such a one, it is written at once.
     ///
     /// # Safety
@@ -68,14 +73,15 @@ impl<'k, S: Simd> Writing<'k, S> {
         let column = block.panels.start * LANES / if is_gated { 2 } else { 1 };
         let num_columns = if is_gated { LANES } else { 2 * LANES };
         let is_plain =
-            out.dtype == Dtype::Bf16 && block.panels.len() == 2 && column + num_columns <= out.width;
+            out.dtype == Self::DTYPE && block.panels.len() == 2 && column + num_columns <= out.width;
         if !is_plain {
             // SAFETY: passed on.
-            unsafe { write_block(simd, call, block) };
+            unsafe { write_block::<S, M>(simd, call, block) };
         }
         let bias = weight.bias().as_chunks().0.get(block.panels.clone());
         Self {
             simd,
+            kernel: PhantomData,
             is_gated,
             bias: bias.and_then(|bias| Some([bias.first()?, bias.get(1)?])),
             num_rows: if is_plain { block.rows.len() } else { 0 },
@@ -86,14 +92,18 @@ impl<'k, S: Simd> Writing<'k, S> {
     }
 }
 
-impl<S: Simd> Meanwhile for Writing<'_, S> {
+impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
     #[inline(always)]
     fn next(&mut self) -> bool {
-        for _ in 0..ROWS_A_STEP.min(self.num_rows) {
+        for _ in 0..ROWS_A_STEP.div_ceil(M::PARTS).min(self.num_rows) {
             let simd = self.simd;
             // SAFETY: rows of sums follow each other, and whoever called `begin` vouches for them and for the results.
             unsafe {
-                let [mut first, mut second] = (*self.sums).each_ref().map(|sums| simd.load(sums));
+                let [mut first, mut second] = load_columns(simd, self.sums.wrapping_add(M::PARTS - 1));
+                for part in (0..M::PARTS - 1).rev() {
+                    let [first_part, second_part] = load_columns(simd, self.sums.wrapping_add(part));
+                    (first, second) = (simd.add(first, first_part), simd.add(second, second_part));
+                }
                 if let Some([first_bias, second_bias]) = self.bias {
                     first = simd.add(first, simd.load(first_bias));
                     second = simd.add(second, simd.load(second_bias));
@@ -102,16 +112,43 @@ impl<S: Simd> Meanwhile for Writing<'_, S> {
                 // those after it, and at last the tiles.
                 simd.prefetch(self.out.wrapping_add(CACHE_LINE_BYTES));
                 if self.is_gated {
-                    simd.store_bf16(simd.mul(silu(simd, first), second), self.out);
+                    store_vector(simd, Self::DTYPE, simd.mul(silu(simd, first), second), self.out);
                 } else {
-                    simd.store_bf16_pair([first, second], self.out);
+                    store_columns(simd, Self::DTYPE, [first, second], self.out);
                 }
             }
-            self.sums = self.sums.wrapping_add(1);
+            self.sums = self.sums.wrapping_add(M::PARTS);
             self.out = self.out.wrapping_add(self.out_stride);
             self.num_rows -= 1;
         }
         self.num_rows > 0
+    }
+}
+
+/// Sums of two panels.
+///
+/// # Safety
+/// They are readable.
+#[inline(always)]
+unsafe fn load_columns<S: Simd>(simd: S, sums: *const [[f32; LANES]; 2]) -> [S::V; 2] {
+    // SAFETY: passed on.
+    unsafe { (*sums).each_ref().map(|sums| simd.load(sums)) }
+}
+
+/// Rounds and stores the results of two panels.
+///
+/// # Safety
+/// `out` is writable for them, and nobody else accesses it.
+#[inline(always)]
+unsafe fn store_columns<S: Simd>(simd: S, dtype: Dtype, [first, second]: [S::V; 2], out: *mut u8) {
+    // SAFETY: passed on.
+    unsafe {
+        if dtype == Dtype::Bf16 {
+            simd.store_bf16_pair([first, second], out);
+        } else {
+            store_vector(simd, dtype, first, out);
+            store_vector(simd, dtype, second, out.wrapping_add(LANES * dtype.size()));
+        }
     }
 }
 
@@ -120,41 +157,50 @@ impl<S: Simd> Meanwhile for Writing<'_, S> {
 /// # Safety
 /// The sums are readable; the results are within `out`, which is writable, and nobody else accesses them.
 #[inline(always)]
-unsafe fn write_block<S: Simd>(simd: S, call: &Linear<'_>, block: &Block) {
-    let stride = block.panels.len() * LANES;
+unsafe fn write_block<S: Simd, M: MicroKernel>(simd: S, call: &Linear<'_>, block: &Block) {
+    let stride = M::PARTS * block.panels.len() * LANES;
     for (idx, row) in block.rows.clone().enumerate() {
         // SAFETY: the caller vouches for the sums.
         let sums = unsafe { std::slice::from_raw_parts(block.sums.wrapping_add(idx * stride), stride) };
-        write_row(simd, call, row, block.panels.start, sums.as_chunks().0);
+        write_row(simd, call, row, block.panels.clone(), sums.as_chunks().0);
     }
 }
 
-/// Adds the bias, applies the gate, rounds and writes.
+/// Adds the parts and the bias, applies the gate, rounds and writes. `sums`: those of some panels, part by part.
 #[inline(always)]
-fn write_row<S: Simd>(simd: S, call: &Linear<'_>, row: usize, first_panel: usize, sums: &[[f32; LANES]]) {
+fn write_row<S: Simd>(simd: S, call: &Linear<'_>, row: usize, panels: Range<usize>, sums: &[[f32; LANES]]) {
     let (weight, out) = (call.weight, &call.out);
     // Gated columns and those that gate them come by turns.
     let turns = if weight.is_gated() { 2 } else { 1 };
-    for idx in 0..sums.len() / turns {
+    for idx in 0..panels.len() / turns {
         let result = if weight.is_gated() {
-            let [gate, up] = [&sums[2 * idx], &sums[2 * idx + 1]];
-            let panel = first_panel + 2 * idx;
-            let gate = silu(simd, shifted(simd, call, gate, panel));
-            simd.mul(gate, shifted(simd, call, up, panel + 1))
+            let gate = silu(simd, total(simd, call, &panels, 2 * idx, sums));
+            simd.mul(gate, total(simd, call, &panels, 2 * idx + 1, sums))
         } else {
-            shifted(simd, call, &sums[idx], first_panel + idx)
+            total(simd, call, &panels, idx, sums)
         };
-        write(simd, out, row, (first_panel / turns + idx) * LANES, result);
+        write(simd, out, row, (panels.start / turns + idx) * LANES, result);
     }
 }
 
-/// Sums of a panel's columns, and the bias.
+/// The sums of the columns of the panel `idx` of `panels`, the last parts first, and the bias.
 #[inline(always)]
-fn shifted<S: Simd>(simd: S, call: &Linear<'_>, sums: &[f32; LANES], panel: usize) -> S::V {
-    let sums = simd.load(sums);
-    match call.weight.bias().as_chunks().0.get(panel) {
-        Some(bias) => simd.add(sums, simd.load(bias)),
-        None => sums,
+fn total<S: Simd>(
+    simd: S,
+    call: &Linear<'_>,
+    panels: &Range<usize>,
+    idx: usize,
+    sums: &[[f32; LANES]],
+) -> S::V {
+    let mut place = sums.len() - panels.len() + idx;
+    let mut total = simd.load(&sums[place]);
+    while place >= panels.len() {
+        place -= panels.len();
+        total = simd.add(total, simd.load(&sums[place]));
+    }
+    match call.weight.bias().as_chunks().0.get(panels.start + idx) {
+        Some(bias) => simd.add(total, simd.load(bias)),
+        None => total,
     }
 }
 
