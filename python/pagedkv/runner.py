@@ -183,19 +183,15 @@ class ModelRunner:
         return np.zeros(num_words, np.int32)
 
     @torch.inference_mode()
-    def launch(
-        self, header: StepCounts, arena: NDArray[np.int32], meanwhile: Callable[[], None] = lambda: None
-    ) -> LaunchedStep:
+    def launch(self, header: StepCounts, arena: NDArray[np.int32]) -> LaunchedStep:
         """Enqueues one step; on the CPU it has been computed when this returns.
 
-        `meanwhile` is called right before the forward pass, in which this thread does not hold the GIL. A
-        token whose source is a row takes what that row of the step launched before has sampled. Raises
+        A token whose source is a row takes what that row of the step launched before has sampled. Raises
         whatever the model or the device raises, the latter perhaps for an earlier step.
         """
         with self.stage.active():
             copies, compute = self._placed(header, arena)
             self._move_blocks(header, arena, copies)
-            meanwhile()
             logits, tokens = compute()
             # Rows of beams are ranked, not sampled; where there are no others, nobody looks at tokens.
             return self._launched(

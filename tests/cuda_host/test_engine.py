@@ -123,7 +123,7 @@ def test_tokens_are_taken_from_the_step_before(checkpoint, monkeypatch, backend)
     runner, rows_before, num_taken = llm._engine.runner, [], 0
     launch = runner.launch
 
-    def launch_early(header, arena, meanwhile):
+    def launch_early(header, arena):
         nonlocal rows_before, num_taken
         # A row is one of a request and a sample; those of decodes come first, as their tokens do.
         rows = [tuple(row[:3]) for row in arena_section(arena, "rows").tolist()]
@@ -135,7 +135,7 @@ def test_tokens_are_taken_from_the_step_before(checkpoint, monkeypatch, backend)
         rows_before = rows
         counts = {name: getattr(header, name) for name in dir(header) if name.startswith("num_")}
         counts["num_followers"] = int((arena_section(arena, "token_source") >= 0).sum())
-        return launch(SimpleNamespace(**counts), arena, meanwhile)
+        return launch(SimpleNamespace(**counts), arena)
 
     monkeypatch.setattr(runner, "launch", launch_early)
     llm.reset_prefix_cache()

@@ -40,8 +40,7 @@ class Runner:
     def make_ready(self, num_used):
         return False
 
-    def launch(self, header, arena, meanwhile):
-        meanwhile()
+    def launch(self, header, arena):
         self.num_steps += 1
         return Launched(StepResult(np.full(header.num_rows, header.step_id % 1000, np.int32), None))
 
