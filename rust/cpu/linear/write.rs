@@ -114,13 +114,7 @@ impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
                 if self.is_gated {
                     store_vector(simd, Self::DTYPE, simd.mul(silu(simd, first), second), self.out);
                 } else {
-                    store_vector(simd, Self::DTYPE, first, self.out);
-                    store_vector(
-                        simd,
-                        Self::DTYPE,
-                        second,
-                        self.out.wrapping_add(LANES * Self::DTYPE.size()),
-                    );
+                    store_columns(simd, Self::DTYPE, [first, second], self.out);
                 }
             }
             self.sums = self.sums.wrapping_add(M::PARTS);
@@ -139,6 +133,23 @@ impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
 unsafe fn load_columns<S: Simd>(simd: S, sums: *const [[f32; LANES]; 2]) -> [S::V; 2] {
     // SAFETY: passed on.
     unsafe { (*sums).each_ref().map(|sums| simd.load(sums)) }
+}
+
+/// Rounds and stores the results of two panels.
+///
+/// # Safety
+/// `out` is writable for them, and nobody else accesses it.
+#[inline(always)]
+unsafe fn store_columns<S: Simd>(simd: S, dtype: Dtype, [first, second]: [S::V; 2], out: *mut u8) {
+    // SAFETY: passed on.
+    unsafe {
+        if dtype == Dtype::Bf16 {
+            simd.store_bf16_pair([first, second], out);
+        } else {
+            store_vector(simd, dtype, first, out);
+            store_vector(simd, dtype, second, out.wrapping_add(LANES * dtype.size()));
+        }
+    }
 }
 
 /// Writes a block.
