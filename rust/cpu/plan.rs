@@ -15,8 +15,9 @@ use super::batch::Batch;
 use super::pool;
 use super::tile_loops::SPLIT_LEN;
 
-/// Query rows of a tile, about: enough to pay for reading the keys, few enough for the second cache level.
-const TILE_ROWS: usize = 96;
+/// Query rows of a tile, about: enough to pay for reading and packing the keys, few enough for the second cache level;
+/// the smaller number where otherwise threads would have no work.
+const TILE_ROWS: [usize; 2] = [96, 192];
 
 /// Reading and rearranging a key costs about as much as this many query rows.
 const PACK_ROWS: usize = 4;
@@ -122,6 +123,8 @@ pub struct Plan {
     pub(super) geometry: Geometry,
     pub(super) tokens: Vec<TileToken>,
     pub(super) block_ids: Vec<i32>,
+    /// Tokens of a full tile.
+    tile_tokens: usize,
     pub(super) tiles: Vec<TilePlan>,
     pub(super) prefixes: Vec<Prefix>,
     pub(super) pieces: Vec<Piece>,
@@ -155,6 +158,7 @@ impl Plan {
             geometry,
             tokens: Vec::with_capacity(geometry.num_tokens),
             block_ids: batch.block_ids.to_vec(),
+            tile_tokens: tile_tokens(batch, &geometry, pool::num_threads()),
             tiles: Vec::new(),
             prefixes: Vec::new(),
             pieces: Vec::new(),
@@ -173,11 +177,6 @@ impl Plan {
     /// Query heads that share a key head.
     pub(super) fn group_size(&self) -> usize {
         self.geometry.num_heads / self.geometry.num_kv_heads
-    }
-
-    /// Tokens of a full tile.
-    fn tile_tokens(&self) -> usize {
-        (TILE_ROWS / self.group_size()).max(1)
     }
 
     /// Rows of a tile.
@@ -208,9 +207,9 @@ impl Plan {
             let first_split = prefixes
                 .last()
                 .map_or(0, |prefix| self.tiles[prefix.tile].splits.end);
-            for first in (0..sequence.query_len).step_by(self.tile_tokens()) {
+            for first in (0..sequence.query_len).step_by(self.tile_tokens) {
                 let start = self.tokens.len();
-                let last = sequence.query_len.min(first + self.tile_tokens());
+                let last = sequence.query_len.min(first + self.tile_tokens);
                 self.tokens.extend((first..last).map(|token| TileToken {
                     token: sequence.query_start + token,
                     visible: before + token + 1,
@@ -323,6 +322,17 @@ impl Plan {
     }
 }
 
+/// Tokens of a full tile.
+fn tile_tokens(batch: &Batch<'_>, geometry: &Geometry, num_threads: usize) -> usize {
+    let tokens = TILE_ROWS.map(|rows| (rows * geometry.num_kv_heads / geometry.num_heads).max(1));
+    let num_pieces = |idx| {
+        let sequence = batch.sequence(idx);
+        sequence.query_len.div_ceil(tokens[1]) * sequence.seq_len.div_ceil(SPLIT_LEN) * geometry.num_kv_heads
+    };
+    let most_pieces: usize = (0..batch.num_sequences()).map(num_pieces).sum();
+    tokens[usize::from(num_threads == 1 || most_pieces >= PIECES_PER_THREAD * num_threads)]
+}
+
 /// Which splits sequences share, and the tiles that compute them.
 struct Cascade {
     /// For each sequence the tiles with its first splits.
@@ -393,7 +403,7 @@ impl Cascade {
         let visible = splits.end * SPLIT_LEN;
         // Tiles of about one size: a last one of few tokens would read all of the keys for them.
         let num_tokens = run.iter().map(|sharer| sharer.tokens.len()).sum::<usize>();
-        let num_tiles = num_tokens.div_ceil(plan.tile_tokens());
+        let num_tiles = num_tokens.div_ceil(plan.tile_tokens);
         let tile_tokens = num_tokens.div_ceil(num_tiles).max(MAX_CASCADE_TOKENS);
         let mut start = plan.tokens.len();
         for sharer in run {
