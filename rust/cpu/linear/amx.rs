@@ -10,11 +10,11 @@
 )]
 
 use std::arch::asm;
-use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 
 use super::amx_blocks;
-use super::piece::{Meanwhile, MicroKernel, Tile};
+use super::piece::{Meanwhile, MicroKernel, Tile, chunk_step};
 use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
 use crate::memory::CACHE_LINE_BYTES;
@@ -54,96 +54,77 @@ impl<'a, const PARTS: usize> Tiles<'a, PARTS> {
     }
 }
 
-/// Blocks of rows up to which reading the panels takes so much of the time that requests come in small parts.
-const FEW_BLOCKS: usize = 2;
+/// Most rows that pass by panels block by block: each block by a span of them, before the next one does.
+const FEW_ROWS: usize = 128;
+/// Bytes of the panels of a span, a part of the second-level cache: the first block has them come there from memory.
+const SPAN_BYTES: usize = 384 << 10;
 /// Steps along K between what is multiplied and what is asked for from memory: 8 KB of each panel.
 const LEAD_STEPS: usize = 8;
 /// Bytes of a step along K in a panel, one tile, and its cache lines.
 const STEP_BYTES: usize = TILE_LEN * ROW_BYTES;
 const STEP_LINES: usize = STEP_BYTES / CACHE_LINE_BYTES;
 
-/// Asks for what is loaded next, in small parts between the instructions of a tile.
+/// Asks for what is read next from memory, in small parts between the instructions of a tile.
 ///
-/// Requests that come many at a time fill the buffers in which the core waits for memory, and the loads of tiles queue
-/// up behind them; and products that wait for loads from the second-level cache take longer. So every part asks for a
-/// few lines from memory, into the second-level cache, and for as many of the next step into the nearest one.
-struct Requests<'t> {
-    tile: &'t Tile,
-    /// The step from which on the panels end within `LEAD_STEPS`.
-    last_steps: usize,
-    /// What is asked for from memory next.
-    ahead: *const u8,
+/// A core waits for few lines at a time, and for a request that finds no room it either waits, and with it all that
+/// comes after, or drops it. So the lines are asked for one by one, as many as are used, and only once: requests of the
+/// tiles that are loaded next from the second-level cache cost more than they save.
+struct Requests {
+    /// Where the first panel is asked for in this step.
+    at: *const u8,
     /// Bytes from a panel that is asked for to the next one.
     stride: usize,
-    /// Where the first panel is asked for in this step.
-    first: *const u8,
+    /// The step from which on the panels end within `LEAD_STEPS`.
+    last_steps: usize,
+    /// What is asked for then, and bytes from a panel of it to the next.
+    ahead: *const u8,
+    ahead_stride: usize,
 }
 
-impl<'t> Requests<'t> {
+impl Requests {
     #[inline(always)]
-    fn new(tile: &'t Tile) -> Self {
+    fn new(tile: &Tile) -> Self {
+        let num_steps = tile.depth / DEPTH;
+        let last_steps = num_steps.saturating_sub(LEAD_STEPS);
+        let missing = last_steps + LEAD_STEPS - num_steps;
         Self {
-            tile,
-            last_steps: (tile.depth / DEPTH).saturating_sub(LEAD_STEPS),
-            ahead: tile.ahead,
+            at: tile.panels.wrapping_add(LEAD_STEPS * STEP_BYTES),
             stride: tile.panel_stride,
-            first: tile.panels.wrapping_add(LEAD_STEPS * STEP_BYTES),
+            last_steps,
+            ahead: tile.ahead.wrapping_add(missing * STEP_BYTES),
+            ahead_stride: tile.ahead_stride,
         }
     }
 
-    /// Begins a step. Panels that are read once are asked for `LEAD_STEPS` before that, those of the next tile at the
-    /// end. If other rows are multiplied by them too, what is asked for is the share of these rows of the next tile.
+    /// Begins a step. Panels are asked for `LEAD_STEPS` before they are read, those of the next tile at the end.
     #[inline(always)]
     fn begin_step(&mut self, step: usize) {
-        if self.tile.num_blocks > 1 {
-            return;
-        }
         if step == self.last_steps {
-            let missing = (step + LEAD_STEPS).saturating_sub(self.tile.depth / DEPTH);
-            self.first = self.tile.ahead.wrapping_add(missing * STEP_BYTES);
-            self.stride = self.tile.ahead_stride;
+            (self.at, self.stride) = (self.ahead, self.ahead_stride);
         }
-        self.ahead = self.first;
-        self.first = self.first.wrapping_add(STEP_BYTES);
     }
 
-    /// One of `PARTS` parts of the requests that belong to a panel of the tile, which is at `weights`.
+    /// One of `PARTS` parts of the requests that belong to a panel of the tile.
     #[inline(always)]
-    fn part<const PARTS: usize>(&mut self, part: usize, panel: usize, weights: *const u8) {
+    fn part<const PARTS: usize>(&self, part: usize, panel: usize) {
         let lines = STEP_LINES / PARTS;
-        if self.tile.num_blocks > 1 {
-            let (slot, slots) = (panel * PARTS + part, self.tile.num_panels * PARTS);
-            let until = |slot: usize| self.tile.ahead_lines * slot / slots;
-            for _ in until(slot)..until(slot + 1) {
-                prefetch::<_MM_HINT_T1>(self.ahead);
-                self.ahead = self.ahead.wrapping_add(CACHE_LINE_BYTES);
-            }
-        } else {
-            let at = self.ahead.wrapping_add(panel * self.stride);
-            for line in lines * part..lines * (part + 1) {
-                prefetch::<_MM_HINT_T1>(at.wrapping_add(line * CACHE_LINE_BYTES));
-            }
-        }
-        let next = weights.wrapping_add(STEP_BYTES);
+        let at = self.at.wrapping_add(panel * self.stride);
         for line in lines * part..lines * (part + 1) {
-            prefetch::<_MM_HINT_T0>(next.wrapping_add(line * CACHE_LINE_BYTES));
+            prefetch(at.wrapping_add(line * CACHE_LINE_BYTES));
         }
     }
 
-    /// The same lines of x, of which there is one in every row, in the next step.
     #[inline(always)]
-    fn rows<const LEN: usize>(&self, x: *const u8, first_row: usize) {
-        for row in first_row..first_row + LEN {
-            prefetch::<_MM_HINT_T0>(x.wrapping_add(ROW_BYTES + row * self.tile.x_stride));
-        }
+    fn end_step(&mut self) {
+        self.at = self.at.wrapping_add(STEP_BYTES);
     }
 }
 
-/// Asks for a line, which may be any.
+/// Asks for a line, which may be any, into the second-level cache.
 #[inline(always)]
-fn prefetch<const HINT: i32>(address: *const u8) {
+fn prefetch(address: *const u8) {
     // SAFETY: a prefetch accesses nothing.
-    unsafe { _mm_prefetch::<HINT>(address.cast()) };
+    unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
 }
 
 /// Zeroes a tile.
@@ -153,11 +134,25 @@ macro_rules! zero {
     };
 }
 
+/// Loads a tile of x, rows some bytes apart, and keeps them in the nearest cache.
+macro_rules! load_x {
+    ($tile:literal, $address:expr, $stride:expr) => {
+        load!("tileloadd", $tile, $address, $stride)
+    };
+}
+
+/// Loads a tile of weights, which displace nothing of x in the nearest cache.
+macro_rules! load_weights {
+    ($tile:literal, $address:expr) => {
+        load!("tileloaddt1", $tile, $address, ROW_BYTES)
+    };
+}
+
 /// Loads a tile from an address, rows some bytes apart.
 macro_rules! load {
-    ($tile:literal, $address:expr, $stride:expr) => {
+    ($instruction:literal, $tile:literal, $address:expr, $stride:expr) => {
         asm!(
-            concat!("tileloadd tmm", $tile, ", [{address} + {stride}*1]"),
+            concat!($instruction, " tmm", $tile, ", [{address} + {stride}*1]"),
             address = in(reg) $address,
             stride = in(reg) $stride,
             options(nostack, readonly, preserves_flags),
@@ -190,39 +185,46 @@ macro_rules! store {
 pub(super) use {store, zero};
 
 /// Up to 32 rows, more than 16, by two panels. Between the instructions, which leave most units of the processor idle,
-/// what is read next is asked for, and a part of `meanwhile` is done in every step.
+/// what is read next is asked for if `ASKS`, and a part of `meanwhile` is done in every step.
 ///
 /// # Safety
 /// As `MicroKernel::tile_while`; the tiles are configured.
 #[inline(always)]
-unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
+unsafe fn two_by_two<const ASKS: bool>(tile: &Tile, meanwhile: &mut impl Meanwhile) {
     let mut x = [0, TILE_LEN].map(|row| tile.x.wrapping_add(row * tile.x_stride));
     let mut weights = [0, 1].map(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
     let mut requests = Requests::new(tile);
     // SAFETY: the caller vouches for the memory, and configured the tiles. What the registers hold stays from one
     // instruction to the next, since the compiler knows none of them.
     unsafe {
+        macro_rules! ask {
+            ($panel:literal, $part:literal) => {
+                if ASKS {
+                    requests.part::<4>($part, $panel);
+                }
+            };
+        }
         zero!(0, 1, 2, 3);
         for step in 0..tile.depth / DEPTH {
             requests.begin_step(step);
-            load!(4, x[0], tile.x_stride);
-            requests.part::<4>(0, 0, weights[0]);
-            load!(5, x[1], tile.x_stride);
-            requests.part::<4>(1, 0, weights[0]);
-            load!(6, weights[0], ROW_BYTES);
-            requests.part::<4>(2, 0, weights[0]);
+            // Each tile is loaded just before the first product that needs it.
+            load_x!(4, x[0], tile.x_stride);
+            load_weights!(6, weights[0]);
+            ask!(0, 0);
             multiply!(0, 4, 6);
-            requests.part::<4>(3, 0, weights[0]);
-            requests.rows::<TILE_LEN>(x[0], 0);
-            multiply!(2, 5, 6);
-            requests.part::<4>(0, 1, weights[1]);
-            load!(7, weights[1], ROW_BYTES);
-            requests.part::<4>(1, 1, weights[1]);
+            ask!(0, 1);
+            load_weights!(7, weights[1]);
+            ask!(0, 2);
             multiply!(1, 4, 7);
-            requests.part::<4>(2, 1, weights[1]);
-            requests.rows::<TILE_LEN>(x[1], 0);
+            ask!(0, 3);
+            load_x!(5, x[1], tile.x_stride);
+            ask!(1, 0);
+            multiply!(2, 5, 6);
+            ask!(1, 1);
+            ask!(1, 2);
             multiply!(3, 5, 7);
-            requests.part::<4>(3, 1, weights[1]);
+            ask!(1, 3);
+            requests.end_step();
             meanwhile.next();
             x = x.map(|rows| rows.wrapping_add(ROW_BYTES));
             weights = weights.map(|panel| panel.wrapping_add(STEP_BYTES));
@@ -245,27 +247,32 @@ unsafe fn one_by_some<const PANELS: usize>(tile: &Tile) {
     let mut weights: [_; PANELS] =
         std::array::from_fn(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
     let mut requests = Requests::new(tile);
+    let asks = tile.ahead_lines > 0;
     // SAFETY: as in `two_by_two`.
     unsafe {
         macro_rules! panel {
             ($panel:literal, $weights:literal) => {
                 if $panel < PANELS {
-                    load!($weights, weights[$panel], ROW_BYTES);
-                    requests.part::<2>(0, $panel, weights[$panel]);
-                    requests.rows::<4>(x, 4 * $panel);
+                    load_weights!($weights, weights[$panel]);
+                    if asks {
+                        requests.part::<2>(0, $panel);
+                    }
                     multiply!($panel, 4, $weights);
-                    requests.part::<2>(1, $panel, weights[$panel]);
+                    if asks {
+                        requests.part::<2>(1, $panel);
+                    }
                 }
             };
         }
         zero!(0, 1, 2, 3);
         for step in 0..tile.depth / DEPTH {
             requests.begin_step(step);
-            load!(4, x, tile.x_stride);
+            load_x!(4, x, tile.x_stride);
             panel!(0, 6);
             panel!(1, 7);
             panel!(2, 6);
             panel!(3, 7);
+            requests.end_step();
             x = x.wrapping_add(ROW_BYTES);
             weights = weights.map(|panel| panel.wrapping_add(STEP_BYTES));
         }
@@ -293,18 +300,29 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
         group_panels(num_rows)
     }
 
+    fn pass(self, num_rows: usize, group: usize, panel_bytes: usize) -> (usize, usize) {
+        if num_rows > FEW_ROWS {
+            return (num_rows, group);
+        }
+        let num_groups = (SPAN_BYTES / (group * panel_bytes)).max(1);
+        (chunk_step(PARTS), num_groups * group)
+    }
+
     #[inline(always)]
     unsafe fn tile_while(self, tile: &Tile, meanwhile: &mut impl Meanwhile) {
         debug_assert!(!tile.resumes, "no sums are put aside");
         let lower = tile.num_rows.saturating_sub(TILE_LEN);
         if lower > 0 && tile.num_panels == 2 {
             self.configure(TILE_LEN, lower);
-            if tile.num_blocks > FEW_BLOCKS {
-                // SAFETY: passed on.
-                unsafe { amx_blocks::two_by_two(tile, meanwhile) };
-            } else {
-                // SAFETY: passed on.
-                unsafe { two_by_two(tile, meanwhile) };
+            // SAFETY: passed on.
+            unsafe {
+                if tile.num_blocks > 1 {
+                    amx_blocks::two_by_two(tile, meanwhile);
+                } else if tile.ahead_lines > 0 {
+                    two_by_two::<true>(tile, meanwhile);
+                } else {
+                    two_by_two::<false>(tile, meanwhile);
+                }
             }
         }
         while meanwhile.next() {}

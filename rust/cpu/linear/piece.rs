@@ -91,6 +91,13 @@ pub(super) trait MicroKernel: Copy {
     /// Most panels of a tile when there are so many rows.
     fn max_panels(self, num_rows: usize) -> usize;
 
+    /// Rows and panels of a pass over a chunk: so many rows are multiplied by so many panels, group by group, before the
+    /// next rows are. By default all rows by one group.
+    fn pass(self, num_rows: usize, group: usize, panel_bytes: usize) -> (usize, usize) {
+        let _ = panel_bytes;
+        (num_rows, group)
+    }
+
     /// Computes a tile.
     ///
     /// # Safety
@@ -185,10 +192,15 @@ impl Piece<'_> {
             complete: Block::empty(),
         };
         for first_row in self.rows.clone().step_by(rows_per_chunk) {
-            let rows = first_row..self.rows.end.min(first_row + rows_per_chunk);
-            for first_panel in self.panels.clone().step_by(group) {
-                let panels = first_panel..self.panels.end.min(first_panel + group);
-                self.multiply_group(simd, kernel, rows.clone(), panels, &mut sums);
+            let chunk = first_row..self.rows.end.min(first_row + rows_per_chunk);
+            let (pass_rows, span) = kernel.pass(chunk.len(), group, self.call.weight.panel_bytes());
+            for span in cuts(&self.panels, span) {
+                for rows in cuts(&chunk, pass_rows) {
+                    let reads = rows.start == chunk.start;
+                    for panels in cuts(&span, group) {
+                        self.multiply_group(simd, kernel, [rows.clone(), panels], reads, &mut sums);
+                    }
+                }
             }
         }
         // SAFETY: as in `multiply_group`.
@@ -196,14 +208,15 @@ impl Piece<'_> {
         while writing.next() {}
     }
 
-    /// A chunk of rows against a group of panels. Writes what was complete before, and leaves the last block so.
+    /// Rows against a group of panels, which `reads` them from memory if no rows did before. Writes what was complete
+    /// before, and leaves the last block so.
     #[inline(always)]
     fn multiply_group<S: Simd, M: MicroKernel>(
         &self,
         simd: S,
         kernel: M,
-        rows: Range<usize>,
-        panels: Range<usize>,
+        [rows, panels]: [Range<usize>; 2],
+        reads: bool,
         sums: &mut Sums,
     ) {
         let weight = self.call.weight;
@@ -249,7 +262,11 @@ impl Piece<'_> {
                         num_blocks,
                         ahead: ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
                         ahead_stride,
-                        ahead_lines: share.min(lines.saturating_sub(idx * share)),
+                        ahead_lines: if reads {
+                            share.min(lines.saturating_sub(idx * share))
+                        } else {
+                            0
+                        },
                     };
                     let complete = std::mem::replace(&mut sums.complete, Block::empty());
                     // SAFETY: the caller of `Linear::run` vouches for x and the results; panels and sums are ours, and
@@ -283,6 +300,15 @@ impl Piece<'_> {
         let (then, stride) = self.then;
         (then.wrapping_add((panel - group.start) * stride), stride)
     }
+}
+
+/// A range in pieces of so many, the last one of what is left.
+#[inline(always)]
+fn cuts(range: &Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let Range { start, end } = *range;
+    (start..end)
+        .step_by(len)
+        .map(move |first| first..end.min(first + len))
 }
 
 /// The length of a block when `len` is cut into as few and as equal blocks as `max_len` allows.
