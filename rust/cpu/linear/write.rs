@@ -42,7 +42,7 @@ impl Block {
 }
 
 /// Writes a block while a tile is multiplied, which leaves few instructions to each step: it is for sums of two panels
-/// whose columns are all there, and results of the type that layers have.
+/// whose columns are all there, and results in bf16 or f32.
 pub(super) struct Writing<'k, S, M> {
     simd: S,
     kernel: PhantomData<M>,
@@ -52,16 +52,15 @@ pub(super) struct Writing<'k, S, M> {
     num_rows: usize,
     /// Sums of the next row, or of its first part.
     sums: *const [[f32; LANES]; 2],
-    /// Where its results go.
+    /// Where its results go, their type, and the bytes of all of them.
     out: *mut u8,
+    dtype: Dtype,
+    out_bytes: usize,
     /// Bytes from there to those of the row after it.
     out_stride: usize,
 }
 
 impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
-    /// The type of results. Parts of rows are those of f32.
-    const DTYPE: Dtype = if M::PARTS == 1 { Dtype::Bf16 } else { Dtype::F32 };
-
     /// Begins to write a block; if it is not such a one, it is written at once.
     ///
     /// # Safety
@@ -73,7 +72,7 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
         let column = block.panels.start * LANES / if is_gated { 2 } else { 1 };
         let num_columns = if is_gated { LANES } else { 2 * LANES };
         let is_plain =
-            out.dtype == Self::DTYPE && block.panels.len() == 2 && column + num_columns <= out.width;
+            out.dtype != Dtype::F16 && block.panels.len() == 2 && column + num_columns <= out.width;
         if !is_plain {
             // SAFETY: passed on.
             unsafe { write_block::<S, M>(simd, call, block) };
@@ -87,6 +86,8 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
             num_rows: if is_plain { block.rows.len() } else { 0 },
             sums: block.sums.cast(),
             out: out.at(block.rows.start, column),
+            dtype: out.dtype,
+            out_bytes: num_columns * out.dtype.size(),
             out_stride: out.row_stride * out.dtype.size(),
         }
     }
@@ -110,17 +111,17 @@ impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
                 }
                 // The next panels of these rows are written there. A store that finds its line nowhere near holds up
                 // those after it, and at last the tiles.
-                simd.prefetch(self.out.wrapping_add(CACHE_LINE_BYTES));
+                let next = self.out.wrapping_add(self.out_bytes.max(CACHE_LINE_BYTES));
+                simd.prefetch(next);
+                if self.out_bytes > CACHE_LINE_BYTES {
+                    simd.prefetch(next.wrapping_add(CACHE_LINE_BYTES));
+                }
                 if self.is_gated {
-                    store_vector(simd, Self::DTYPE, simd.mul(silu(simd, first), second), self.out);
+                    store_vector(simd, self.dtype, simd.mul(silu(simd, first), second), self.out);
                 } else {
-                    store_vector(simd, Self::DTYPE, first, self.out);
-                    store_vector(
-                        simd,
-                        Self::DTYPE,
-                        second,
-                        self.out.wrapping_add(LANES * Self::DTYPE.size()),
-                    );
+                    let behind = self.out.wrapping_add(LANES * self.dtype.size());
+                    store_vector(simd, self.dtype, first, self.out);
+                    store_vector(simd, self.dtype, second, behind);
                 }
             }
             self.sums = self.sums.wrapping_add(M::PARTS);
