@@ -12,6 +12,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+# How long an engine is awake before each of its runs, as one that waits for requests is: asleep, it cannot do what
+# engines do between requests, such as to let threads that spin go to sleep, or to make memory ready.
+AWAKE_S = 0.8
 
 
 class WorkerDied(RuntimeError):
@@ -47,6 +50,7 @@ class Worker:
     def run(self, work: str, run: int) -> dict[str, float]:
         """Wakes the engine for one run. Adds to its answer how many cores others used meanwhile."""
         self._signal(signal.SIGCONT)
+        time.sleep(AWAKE_S)
         try:
             busy, own, began = _busy_s(), self._cpu_s(), time.perf_counter()
             assert self._process.stdin is not None

@@ -83,6 +83,12 @@ class StepHeader:
     @property
     def num_beam_rows(self) -> int:
         """Of the rows, those that belong to beams: `commit` needs candidates of them."""
+    @property
+    def num_followers(self) -> int:
+        """Tokens that the step in flight samples."""
+    @property
+    def num_logprobs(self) -> int:
+        """The most log-probabilities that a row asks for; -1 if none does."""
 
 @final
 class Core:

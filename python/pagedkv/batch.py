@@ -161,7 +161,7 @@ class StepBatch:
         Raises:
             ValueError: The arena is not of this version, or its directory does not fit its length.
         """
-        directory = _directory(arena)
+        directory = _directory(arena.numpy())
         words = arena if placed is None else placed
         tensors: dict[str, Any] = {name: _view(words, directory, name) for name in _TENSORS}
         sampling = SamplingRows(_view(arena, directory, "sampling"), _view(words, directory, "sampling"))

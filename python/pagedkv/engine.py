@@ -77,8 +77,12 @@ class Engine:
         if os.getpid() != self._process_id:
             raise EngineDead("the engine was loaded before a fork; load it in the process that uses it")
 
-    def step(self) -> StepReport | None:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> StepReport | None:
         """Finishes one step, the next one being launched before with overlap. None: there was nothing to do.
+
+        `meanwhile` is called before anything is computed or waited for: what it has other threads do goes on
+        while this one does not hold the GIL. It may be called more than once, or, if nothing is left to
+        compute, not at all.
 
         A forward pass that raises costs the requests of its step, a row that cannot be sampled its request,
         and nothing else; a later step reports them as ended. Raises what the device raises if it does not
@@ -86,12 +90,15 @@ class Engine:
         """
         # Nothing can go on from a step that was not computed.
         while len(self._in_flight) < self._most_in_flight and not self._is_failed:
-            report = self._begin()
+            report = self._begin(meanwhile)
             if report is None:
                 break
             if not self._in_flight:
                 return report  # Some requests ended, and nothing is left to compute.
-        return self._finish() if self._in_flight else None
+        if not self._in_flight:
+            return None
+        meanwhile()
+        return self._finish()
 
     def ask(self, question: Callable[[Core], T]) -> T:
         """Has the core, which hears the time first, answer a question between two steps."""
@@ -114,8 +121,8 @@ class Engine:
     def _is_failed(self) -> bool:
         return bool(self._in_flight) and self._in_flight[-1].error is not None
 
-    def _begin(self) -> StepReport | None:
-        """Schedules a step and launches it.
+    def _begin(self, meanwhile: Callable[[], None]) -> StepReport | None:
+        """Schedules a step and launches it, `meanwhile` in between.
 
         Returns the report that announces the requests which ended by now. None: there is nothing to compute,
         at least not before the step in flight is committed.
@@ -132,6 +139,7 @@ class Engine:
         if header.num_tokens == 0:
             return None if self._in_flight else report
         step = _StepInFlight(header, report)
+        meanwhile()
         self._in_flight.append(step)
         try:
             step.launched = self.runner.launch(header, self._arena)
@@ -254,18 +262,21 @@ class EngineThread:
             while not self._stopping:
                 self._heartbeat.beat()
                 self._answer_questions()
-                report = self._engine.step()
-                if report is not None and report.num_events:
-                    self._reports.append(report)
-                self._post_delivered()
-                if report is None:
-                    if unchecked:
-                        self._check_invariants()
-                    unchecked = False
-                    if not self._engine.use_idle_time():
-                        self._engine.edge.wait(IDLE_WAIT_S)
+                # A report is posted when the next step is about to be computed: readers that wake up earlier
+                # would take the GIL from this thread while nothing computes.
+                report = self._engine.step(self._post_delivered)
+                if report is not None:
+                    unchecked = True
+                    if report.num_events:
+                        self._reports.append(report)
                     continue
-                unchecked = True
+                self._post_delivered()
+                if unchecked:
+                    self._check_invariants()
+                unchecked = False
+                if not self._engine.use_idle_time():
+                    self._engine.edge.wait(IDLE_WAIT_S)
+            self._post_delivered()
             reason: BaseException = EngineDead("the engine was shut down")
         except BaseException as error:
             # A panic of the core arrives as a BaseException. Whatever it is, every stream has to hear of it.

@@ -60,6 +60,14 @@ class StepCounts(Protocol):
     def num_beam_rows(self) -> int:
         """B."""
 
+    @property
+    def num_followers(self) -> int:
+        """Tokens that the step before samples."""
+
+    @property
+    def num_logprobs(self) -> int:
+        """The most log-probabilities that a row asks for; -1 if none does."""
+
 
 Compute = Callable[[], tuple[Tensor, Tensor | None]]
 Candidates = tuple[NDArray[np.int32], NDArray[np.float32]]
@@ -107,14 +115,15 @@ class LaunchedStep:
         self._rows_with_logprobs = rows_with_logprobs or []
         self._beams = beams
 
-    @torch.inference_mode()
     def result(self) -> StepResult:
         """Waits for what was sampled. Raises whatever the device raises.
 
         A step without rows has nothing to wait for: what comes after it is enqueued behind it.
         """
-        tokens, logprobs, candidates = np.zeros(self._num_rows, np.int32), None, None
-        if self._fetched is not None:
+        logprobs, candidates = None, None
+        if self._fetched is None:
+            tokens = np.zeros(self._num_rows, np.int32)
+        else:
             sampled, *rest = self._fetched()
             tokens = sampled.numpy().astype(np.int32)
             if rest:
@@ -164,8 +173,10 @@ class ModelRunner:
         self.heartbeat = Heartbeat()
         self.stage = HostStage() if stage is None else stage
         self._graphs: DecodeGraphs | None = None
-        # Tokens of the step launched last, for the next one, which may be launched before they are known.
+        # Tokens of the step launched last, for the next one, which may be launched before they are known. With
+        # graphs, which read them where they were captured, they stay in one place.
         self._sampled = torch.zeros(max_num_rows, dtype=torch.int64, device=self.stage.torch_device)
+        self._has_graphs = False
 
     def new_arena(self, num_words: int) -> NDArray[np.int32]:
         """An arena for the core to write into. It may be written again as soon as `launch` has returned."""
@@ -220,6 +231,7 @@ class ModelRunner:
             assert tokens is not None
             return logits, tokens
 
+        self._has_graphs = True
         with torch.inference_mode(), self.stage.active():
             graphs.capture(compute, progress=progress)
         self._graphs = graphs
@@ -231,23 +243,26 @@ class ModelRunner:
             if decode is not None:
                 return decode.copies, decode.replay
         batch = self.stage.place(arena, header.num_decodes)
-        follows = bool((arena_section(arena, "token_source") >= 0).any())
         samples = header.num_rows > header.num_beam_rows
+        follows = header.num_followers > 0
         return batch.copies, partial(self._compute, batch, follows=follows, samples=samples)
 
     def _compute(self, batch: StepBatch, *, follows: bool, samples: bool) -> tuple[Tensor, Tensor | None]:
         """From tokens to logits f32 [R, V] and sampled tokens i64 [R]."""
         if follows:
             source = batch.token_source
-            sampled = self._sampled[source.clamp(min=0)].to(batch.token_ids.dtype)
+            # A row that could not be sampled is a negative number, which nobody has seen yet. The step must find
+            # a token, or the failure would cost more than the request of that row.
+            sampled = self._sampled[source.clamp(min=0)].clamp(min=0).to(batch.token_ids.dtype)
             batch = replace(batch, token_ids=torch.where(source >= 0, sampled, batch.token_ids))
         logits: Tensor = self.model(batch, self.kv_cache, self.ops, self.heartbeat)
         if not samples:
             return logits, None
         tokens = self.ops.sample(logits, batch.sampling)
-        # A row that could not be sampled is a negative number, which nobody has seen yet when the next step
-        # reads it. That must find a token, or its failure would cost more than the request of this row.
-        torch.clamp(tokens, min=0, out=self._sampled[: len(tokens)])
+        if self._has_graphs:
+            self._sampled[: len(tokens)].copy_(tokens)
+        else:
+            self._sampled = tokens
         return logits, tokens
 
     def _launched(
@@ -265,11 +280,10 @@ class ModelRunner:
             beams = beam_rows.copy(), logits[self.stage.send(torch.tensor(beam_rows))], int(wanted.max())
         if tokens is not None:
             results = [tokens]
-            num_logprobs = arena_section(arena, "sampling")[:, -1]
-            if num_logprobs.max() >= 0:
-                rows = np.flatnonzero(num_logprobs >= 0).tolist()
+            if header.num_logprobs >= 0:
+                rows = np.flatnonzero(arena_section(arena, "sampling")[:, -1] >= 0).tolist()
                 picked = self.stage.send(torch.tensor(rows))
                 chosen = tokens[picked].clamp(min=0)  # A row that could not be sampled has chosen no token.
-                results += self.ops.logprobs(logits[picked], chosen, int(num_logprobs.max()))
+                results += self.ops.logprobs(logits[picked], chosen, header.num_logprobs)
             fetched = self.stage.fetch(results)
         return LaunchedStep(header.num_rows, self.stage, fetched, rows_with_logprobs=rows, beams=beams)

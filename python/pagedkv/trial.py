@@ -34,6 +34,8 @@ class TrialStep:
     num_swaps_out: int = 0
     num_swaps_in: int = 0
     num_beam_rows: int = 0
+    num_followers: int = 0
+    num_logprobs: int = 0
 
     @staticmethod
     def of_prompts(num_tokens: int, max_len: int, num_rows: int) -> "TrialStep":

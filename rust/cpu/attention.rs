@@ -95,7 +95,7 @@ impl Kernel for ComputeJob<'_, '_> {
                     .iter()
                     .map(|piece| plan.num_rows(&plan.tiles[piece.tile]));
                 let most_rows = num_rows.max().unwrap_or(0);
-                let configured = tile_amx::Configured::new(amx, most_rows);
+                let configured = tile_amx::Configured::new(amx);
                 (Some(configured), tile_amx::lead_slots(cache, most_rows))
             }
         };

@@ -1,17 +1,18 @@
-//! Attention of tiles with few rows, as decodes are, on vectors: the arithmetic of `tile_amx` without matrix tiles.
+//! Attention of tiles with few rows, as decodes are: keys on matrix tiles as they lie in the cache, values on vectors.
 //!
-//! Such a tile is bound by reading its keys and values. Vectors let the reads go on behind the arithmetic, where one
-//! line is asked for ahead for every line that is used; between instructions on matrix tiles it does not. The bits are
-//! those of the tiles, since the same token may be computed in a prompt or in a cascade. An instruction of theirs adds
-//! 32 products to a sum like this, every step rounded once and what is too small for a normal number taken as zero:
+//! Such a tile is bound by reading its keys and values. A block of keys, whose slots are rows of a matrix, is multiplied
+//! by the queries without being packed. Values would have to be; vectors take them as they are, and let the reads go on
+//! behind the arithmetic, where one line is asked for ahead for every line that is used. The bits are those of
+//! `prompt_amx`, since the same token may be computed in a prompt or in a cascade. An instruction on tiles adds 32
+//! products to a sum like this, every step rounded once and what is too small for a normal number taken as zero:
 //!
 //! ```text
 //! even = fma(a[2 i], b[2 i], even), odd = fma(a[2 i + 1], b[2 i + 1], odd)     both from zero, i from 0 to 15
 //! sum  = sum + (even + odd)
 //! ```
 //!
-//! For scores the 32 are elements and a lane is a key: keys are transposed in registers, in pairs of elements. For
-//! values they are positions and a lane is a column. Only the payload of a NaN may differ.
+//! For scores the 32 are elements. For values, where vectors do the same, they are positions and a lane is a column. Only
+//! the payload of a NaN may differ.
 
 #![expect(
     clippy::needless_range_loop,
@@ -19,20 +20,22 @@
 )]
 
 use std::arch::x86_64::{
-    __m128, __m512, _mm_add_ps, _mm_loadu_ps, _mm_setzero_ps, _mm_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps,
-    _mm512_fmsub_ps, _mm512_loadu_ps, _mm512_mask_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_reduce_max_ps,
-    _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
+    __m128, __m512, _mm_add_ps, _mm_loadu_ps, _mm_setzero_ps, _mm_storeu_ps, _mm512_add_ps,
+    _mm512_cmpgt_epi32_mask, _mm512_fmadd_ps, _mm512_fmsub_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_mask_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_shuffle_f32x4, _mm512_storeu_ps,
 };
 
-use super::amx::{DEPTH, ROW_BYTES};
+use super::amx::{Amx, DEPTH, ROW_BYTES, TILE_LEN};
 use super::isa::{AlignedBuffer, LANES, Simd};
-use super::prefetch::{Prefetch, prefetch_bytes};
+use super::prefetch::{AHEAD_LINES, Prefetch, prefetch_bytes};
 use super::softmax_amx::exp2;
 use super::tile::Tile;
-use super::tile_loops::{SPLIT_LEN, partial_row_len, vector_at};
+use super::tile_amx::TILE_ELEMENTS;
+use super::tile_loops::{SPLIT_LEN, partial_row_len};
 use super::values_amx::sixteen_slots;
-use super::x86::{Avx512, transpose_within_quarters};
-use vectors::{interleave, load_by_quarters, round, widen};
+use super::x86::Avx512;
+use vectors::{interleave, round, widen};
 
 /// Tiles with at most so many rows are computed here: beyond that arithmetic takes longer than reading.
 pub(super) const MAX_ROWS: usize = 8;
@@ -41,21 +44,21 @@ pub(super) const MAX_ROWS: usize = 8;
 /// is a little slower.
 pub(super) const LEAD_BYTES: usize = 8 << 10;
 
-/// Rows whose weights lie side by side.
+/// Rows whose totals are added up side by side.
 const SIDE: usize = 4;
-
-/// Weights of a split, for `SIDE` rows.
-const WEIGHTS_LEN: usize = SPLIT_LEN * SIDE;
 
 /// Memory of one thread, reused from tile to tile.
 #[derive(Default, Debug)]
 pub(super) struct Buffers {
-    /// `[rows][head_dim / 32][2][16]`: of each 32 elements those of even index, then those of odd index.
+    /// `[head_dim / 32][16 pairs of elements][16]`, a row of the tile in each column; what is in the others does not matter.
     queries: AlignedBuffer,
-    /// `[MAX_ROWS][SPLIT_LEN]`
+    /// `[SPLIT_LEN][side_len(rows)]`, then weights in their place; behind them what a matrix tile has too many.
     scores: AlignedBuffer,
-    /// `[MAX_ROWS / SIDE][SPLIT_LEN / 16][4][4][SIDE]`, position 4 j + i of sixteen at [i][j]; zeros for missing rows.
-    weights: AlignedBuffer,
+}
+
+/// Scores of a key that lie side by side: `rows` of them mean something.
+const fn side_len(rows: usize) -> usize {
+    if rows <= SIDE { SIDE } else { MAX_ROWS }
 }
 
 /// Reads the queries.
@@ -64,20 +67,22 @@ pub(super) struct Buffers {
 /// As `Tile::load_queries`; the tile suits (`tile_amx`).
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn load_queries(tile: &Tile<'_>, buffers: &mut Buffers) {
-    let (num_rows, head_dim) = (tile.num_rows(), tile.head_dim());
-    buffers.queries.reserve(num_rows * head_dim);
-    buffers.scores.reserve(MAX_ROWS * SPLIT_LEN);
-    buffers.weights.reserve(MAX_ROWS / SIDE * WEIGHTS_LEN);
-    let queries = buffers.queries.slice(0..num_rows * head_dim);
-    for (row, query) in queries.chunks_exact_mut(head_dim).enumerate() {
+    let (num_rows, num_chunks) = (tile.num_rows(), tile.head_dim() / DEPTH);
+    buffers.queries.reserve(num_chunks * TILE_ELEMENTS);
+    buffers.scores.reserve(SPLIT_LEN * MAX_ROWS + TILE_LEN);
+    let queries = buffers.queries.slice(0..num_chunks * TILE_ELEMENTS);
+    for row in 0..num_rows {
         let (token, head) = tile.place(row);
         let source = tile.query.row(token, head);
-        for (chunk, places) in query.as_chunks_mut::<LANES>().0.chunks_exact_mut(2).enumerate() {
-            // SAFETY: 32 elements of a row, for which the caller vouches; two vectors.
+        for (chunk, places) in queries.chunks_exact_mut(TILE_ELEMENTS).enumerate() {
+            let mut pairs = [0.0; LANES];
+            // SAFETY: 32 elements of a row, for which the caller vouches; a vector.
             unsafe {
-                let [even, odd] = widen(_mm512_loadu_ps(source.wrapping_add(chunk * ROW_BYTES).cast()));
-                _mm512_storeu_ps(places[0].as_mut_ptr(), even);
-                _mm512_storeu_ps(places[1].as_mut_ptr(), odd);
+                let elements = _mm512_loadu_ps(source.wrapping_add(chunk * ROW_BYTES).cast());
+                _mm512_storeu_ps(pairs.as_mut_ptr(), elements);
+            }
+            for (pair, places) in pairs.into_iter().zip(places.as_chunks_mut::<TILE_LEN>().0) {
+                places[row] = pair;
             }
         }
     }
@@ -85,7 +90,7 @@ pub(super) unsafe fn load_queries(tile: &Tile<'_>, buffers: &mut Buffers) {
 
 /// One split of a tile, whose queries are loaded.
 pub(super) struct Split<'k, 'a, 'p> {
-    pub(super) simd: Avx512,
+    pub(super) amx: Amx,
     pub(super) tile: &'k Tile<'a>,
     pub(super) buffers: &'k mut Buffers,
     pub(super) prefetch: &'k mut Prefetch<'p>,
@@ -97,7 +102,7 @@ impl Split<'_, '_, '_> {
     /// Computes the partial results. Rows that see nothing are marked by a total of zero.
     ///
     /// # Safety
-    /// As `Tile::compute_split`; the tile suits, and `Flushing` is in force.
+    /// As `Tile::compute_split`; the tile suits, and `Configured` is in force.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     pub(super) unsafe fn compute(&mut self, partial: &mut [f32]) {
         // SAFETY: passed on.
@@ -132,8 +137,8 @@ impl Split<'_, '_, '_> {
         }
         // SAFETY: passed on; the scores are there when they are softened, and the weights when they are mixed.
         unsafe {
-            let largest = self.score(&visible);
-            let largest = self.soften(&largest, num_keys);
+            self.score(num_keys, side_len(R));
+            let largest = self.soften(&visible);
             let totals = self.mix::<R>(num_keys, partial);
             let rows = partial.chunks_exact_mut(partial_row_len(width));
             for ((row, largest), total) in rows.zip(largest).zip(totals) {
@@ -143,118 +148,78 @@ impl Split<'_, '_, '_> {
         }
     }
 
-    /// Multiplies the keys by the queries; scores that a row does not see are minus infinity. Returns the largest ones,
-    /// lane by lane.
+    /// Multiplies the keys, as they lie in the cache, by the queries, two blocks of sixteen at a time. Keys behind the
+    /// last one of a block have scores that nobody looks at.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-    unsafe fn score<const R: usize>(&mut self, visible: &[usize; R]) -> [__m512; R] {
-        let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
-        let mut largest = [nothing; R];
-        let num_keys = visible[R - 1];
-        for start in (0..num_keys).step_by(LANES) {
-            // SAFETY: passed on.
-            let mut scores = unsafe {
-                match num_keys - start {
-                    LANES.. => self.score_sixteen::<R, true>(start, LANES),
-                    count => self.score_sixteen::<R, false>(start, count),
-                }
+    unsafe fn score(&mut self, num_keys: usize, side_len: usize) {
+        let (amx, cache) = (self.amx, &self.tile.key_cache);
+        let stride = cache.slot_stride * cache.dtype.size();
+        let num_chunks = cache.head_dim / DEPTH;
+        let queries = self.buffers.queries.slice(0..num_chunks * TILE_ELEMENTS).as_ptr();
+        let scores = self.buffers.scores.slice(0..SPLIT_LEN * side_len + TILE_LEN);
+        for start in (0..num_keys).step_by(DEPTH) {
+            let num_blocks = if start + LANES < num_keys { 2 } else { 1 };
+            let block = |idx: usize| {
+                let position = start + LANES * idx.min(num_blocks - 1);
+                sixteen_slots(self.tile, cache, self.idx * SPLIT_LEN + position)
             };
-            if visible[0] < start + LANES {
-                for (scores, &visible) in scores.iter_mut().zip(visible) {
-                    let seen = visible.saturating_sub(start).min(LANES);
-                    *scores = _mm512_mask_mov_ps(nothing, lanes_below(seen), *scores);
+            let blocks = [block(0), block(1)];
+            amx.clear_two();
+            for chunk in 0..num_chunks {
+                let keys = blocks.map(|block| block.wrapping_add(chunk * ROW_BYTES));
+                for keys in &keys[..num_blocks] {
+                    let simd = Avx512::from(amx);
+                    let lines = self.prefetch.ahead(simd, *keys);
+                    prefetch_bytes(simd, lines, AHEAD_LINES * ROW_BYTES);
                 }
+                let queries = queries.wrapping_add(chunk * TILE_ELEMENTS).cast();
+                // SAFETY: sixteen slots each, for which the caller vouches, and a tile of queries.
+                unsafe { amx.add_products_of_rows(keys, stride, queries) };
             }
-            for row in 0..R {
-                largest[row] = _mm512_max_ps(largest[row], scores[row]);
-                let place = row * SPLIT_LEN + start;
-                let place = self.buffers.scores.slice(place..place + LANES);
+            let scores = &mut scores[start * side_len..];
+            let step = LANES * side_len * size_of::<f32>();
+            // SAFETY: room for 32 rows of so many scores, and for what the last one has too many.
+            unsafe { amx.store_two(scores.as_mut_ptr().cast(), step, side_len * size_of::<f32>()) };
+        }
+    }
+
+    /// Turns scores into weights, as `softmax_amx` does; those that a row does not see weigh nothing. Returns the largest
+    /// scores, times the factor.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn soften<const R: usize>(&mut self, visible: &[usize; R]) -> [f32; LANES] {
+        let len = visible[R - 1].next_multiple_of(LANES) * side_len(R);
+        let scores = self.buffers.scores.slice(0..len).as_chunks_mut::<LANES>().0;
+        hide(scores, visible);
+        let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); 4];
+        for scores in scores.as_chunks::<4>().0 {
+            for (largest, scores) in largest.iter_mut().zip(scores) {
                 // SAFETY: sixteen numbers.
-                unsafe { _mm512_storeu_ps(place.as_mut_ptr(), scores[row]) };
+                *largest = _mm512_max_ps(*largest, unsafe { _mm512_loadu_ps(scores.as_ptr()) });
             }
         }
-        largest
-    }
-
-    /// Scores of sixteen keys of one block, of which `count` are read: all if `FULL`.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-    unsafe fn score_sixteen<const R: usize, const FULL: bool>(
-        &mut self,
-        start: usize,
-        count: usize,
-    ) -> [__m512; R] {
-        let (simd, cache) = (self.simd, &self.tile.key_cache);
-        let (stride, head_dim) = (cache.slot_stride * cache.dtype.size(), cache.head_dim);
-        let keys = sixteen_slots(self.tile, cache, self.idx * SPLIT_LEN + start);
-        let num_chunks = head_dim / DEPTH;
-        let mut scores = [_mm512_setzero_ps(); R];
-        for chunk in 0..num_chunks {
-            let column = keys.wrapping_add(chunk * ROW_BYTES);
-            let ahead = self.prefetch.ahead(simd, column);
-            let all = self.buffers.queries.slice(0..R * head_dim);
-            let all = all.as_chunks::<LANES>().0.as_chunks::<2>().0;
-            let mut queries = [&all[0]; R];
-            for (row, query) in queries.iter_mut().enumerate() {
-                *query = &all[row * num_chunks + chunk];
-            }
-            let mut rows = [column; LANES];
-            for (key, row) in rows.iter_mut().enumerate() {
-                let key = if FULL { key } else { key.min(count - 1) };
-                *row = column.wrapping_add(key * stride);
-            }
-            // SAFETY: 32 elements of each slot, for which the caller vouches.
-            let [a, b, c, d] = unsafe { load_by_quarters(&rows) };
-            let mut sums = [[_mm512_setzero_ps(); 2]; R];
-            // Not a loop, so that the vectors stay in registers.
-            multiply_pairs::<R, 0>(simd, &a, &queries, ahead, &mut sums);
-            multiply_pairs::<R, 4>(simd, &b, &queries, ahead, &mut sums);
-            multiply_pairs::<R, 8>(simd, &c, &queries, ahead, &mut sums);
-            multiply_pairs::<R, 12>(simd, &d, &queries, ahead, &mut sums);
-            for (score, [even, odd]) in scores.iter_mut().zip(sums) {
-                *score = _mm512_add_ps(*score, _mm512_add_ps(even, odd));
-            }
+        let [a, b, c, d] = largest;
+        let mut largest = _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d));
+        // Lanes of the same row.
+        largest = _mm512_max_ps(largest, _mm512_shuffle_f32x4::<0x4e>(largest, largest));
+        if side_len(R) == SIDE {
+            largest = _mm512_max_ps(largest, _mm512_shuffle_f32x4::<0xb1>(largest, largest));
         }
-        scores
-    }
-
-    /// Turns scores into weights, as `softmax_amx` does. Returns the largest scores, times the factor.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-    unsafe fn soften<const R: usize>(&mut self, largest: &[__m512; R], num_keys: usize) -> [f32; R] {
+        self.amx.keep_awake();
         let factor = _mm512_set1_ps(self.tile.scale * std::f32::consts::LOG2_E);
-        let mut shifts = [_mm512_setzero_ps(); R];
-        for (shift, &largest) in shifts.iter_mut().zip(largest) {
-            let largest = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(largest)), factor);
-            *shift = _mm512_max_ps(_mm512_set1_ps(f32::MIN), largest);
-        }
-        let scores = self.buffers.scores.slice(0..R * SPLIT_LEN);
-        for first in (0..R).step_by(SIDE) {
-            let start = first / SIDE * WEIGHTS_LEN;
-            let weights = self
-                .buffers
-                .weights
-                .slice(start..start + num_keys.next_multiple_of(LANES) * SIDE);
-            for (group, places) in weights.chunks_exact_mut(LANES * SIDE).enumerate() {
-                let mut rows = [_mm512_setzero_ps(); SIDE];
-                for (row, weights) in (first..R).zip(&mut rows) {
-                    let place = vector_at(scores, row * SPLIT_LEN + group * LANES);
-                    // SAFETY: sixteen numbers.
-                    let scores = unsafe { _mm512_loadu_ps(place.as_ptr()) };
-                    *weights = round(exp2(_mm512_fmsub_ps(scores, factor, shifts[row])));
-                }
-                let places = places.as_chunks_mut::<LANES>().0;
-                for (place, column) in places.iter_mut().zip(transpose_within_quarters(rows)) {
-                    // SAFETY: sixteen numbers.
-                    unsafe { _mm512_storeu_ps(place.as_mut_ptr(), column) };
-                }
+        let shift = _mm512_max_ps(_mm512_set1_ps(f32::MIN), _mm512_mul_ps(largest, factor));
+        for scores in scores {
+            // SAFETY: sixteen numbers.
+            unsafe {
+                let powers = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores.as_ptr()), factor, shift));
+                _mm512_storeu_ps(scores.as_mut_ptr(), round(powers));
             }
         }
-        let mut first_lanes = [0.0; R];
-        for (lane, shift) in first_lanes.iter_mut().zip(shifts) {
-            *lane = first_lane(shift);
-        }
-        first_lanes
+        let mut lanes = [0.0; LANES];
+        // SAFETY: sixteen numbers.
+        unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), shift) };
+        lanes
     }
 
     /// Multiplies the weights by the values into rows of partial results. Returns the sums of the weights.
@@ -318,7 +283,7 @@ impl Split<'_, '_, '_> {
         column: usize,
         partial: &mut [f32],
     ) -> [__m128; MAX_ROWS / SIDE] {
-        let (simd, cache) = (self.simd, &self.tile.value_cache);
+        let (simd, cache) = (Avx512::from(self.amx), &self.tile.value_cache);
         let stride = cache.slot_stride * cache.dtype.size();
         let mut halves = [std::ptr::null::<u8>(); 2];
         for (half, values) in halves.iter_mut().enumerate() {
@@ -327,6 +292,11 @@ impl Split<'_, '_, '_> {
                 *values = sixteen_slots(self.tile, cache, position).wrapping_add(column * 2);
             }
         }
+        let side_len = side_len(R);
+        let weights = self
+            .buffers
+            .scores
+            .slice(start * side_len..(start + DEPTH) * side_len);
         let mut sums = [[[[_mm512_setzero_ps(); 2]; N]; R]; 2];
         let mut totals = [[_mm_setzero_ps(); MAX_ROWS / SIDE]; 2];
         for parity in 0..2 {
@@ -341,42 +311,29 @@ impl Split<'_, '_, '_> {
                     }
                 }
             }
-            let all = self
-                .buffers
-                .weights
-                .slice(0..MAX_ROWS / SIDE * WEIGHTS_LEN)
-                .as_chunks::<SIDE>()
-                .0;
-            let mut weights = [&all[..DEPTH]; MAX_ROWS / SIDE];
-            for (side, weights) in weights.iter_mut().enumerate() {
-                let start = side * SPLIT_LEN + start;
-                *weights = &all[start..start + DEPTH];
-            }
+            self.amx.keep_awake();
             let (sums, totals) = (&mut sums[parity], &mut totals[parity]);
-            for quarter in 0..DEPTH / 4 {
-                let (half, place) = (quarter / 4, quarter % 4);
-                for slot in [parity, parity + 2] {
-                    if !FULL && 4 * quarter + slot >= count {
-                        break;
-                    }
-                    let idx = half * LANES + slot * 4 + place;
-                    for (total, weights) in totals.iter_mut().zip(weights).take(R.div_ceil(SIDE)) {
-                        // SAFETY: four numbers.
-                        *total = _mm_add_ps(*total, unsafe { _mm_loadu_ps(weights[idx].as_ptr()) });
-                    }
-                    let values = halves[half].wrapping_add((4 * place + slot) * stride);
-                    for n in 0..N {
-                        let line = (2 * quarter + slot / 2) * N + n;
-                        simd.prefetch(ahead[line / LANES].wrapping_add(line % LANES * ROW_BYTES));
-                        // SAFETY: 32 elements of a slot, for which the caller vouches.
-                        let columns = unsafe { _mm512_loadu_ps(values.wrapping_add(n * ROW_BYTES).cast()) };
-                        let columns = widen(columns);
-                        for row in 0..R {
-                            let weight = _mm512_set1_ps(weights[row / SIDE][idx][row % SIDE]);
-                            for half in 0..2 {
-                                sums[row][n][half] =
-                                    _mm512_fmadd_ps(weight, columns[half], sums[row][n][half]);
-                            }
+            for step in 0..LANES {
+                let position = 2 * step + parity;
+                if !FULL && position >= count {
+                    break;
+                }
+                let weights = &weights[position * side_len..(position + 1) * side_len];
+                for (total, weights) in totals.iter_mut().zip(weights.as_chunks::<SIDE>().0) {
+                    // SAFETY: four numbers.
+                    *total = _mm_add_ps(*total, unsafe { _mm_loadu_ps(weights.as_ptr()) });
+                }
+                let values = halves[position / LANES].wrapping_add(position % LANES * stride);
+                for n in 0..N {
+                    let line = step * N + n;
+                    simd.prefetch(ahead[line / LANES].wrapping_add(line % LANES * ROW_BYTES));
+                    // SAFETY: 32 elements of a slot, for which the caller vouches.
+                    let columns = unsafe { _mm512_loadu_ps(values.wrapping_add(n * ROW_BYTES).cast()) };
+                    let columns = widen(columns);
+                    for row in 0..R {
+                        let weight = _mm512_set1_ps(weights[row]);
+                        for half in 0..2 {
+                            sums[row][n][half] = _mm512_fmadd_ps(weight, columns[half], sums[row][n][half]);
                         }
                     }
                 }
@@ -413,43 +370,31 @@ fn add_to_rows<const R: usize, const N: usize>(
     }
 }
 
-/// Multiplies four pairs of elements, from the given one on, of sixteen keys by those of the queries.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-fn multiply_pairs<const R: usize, const FIRST: usize>(
-    simd: Avx512,
-    keys: &[__m512; 4],
-    queries: &[&[[f32; LANES]; 2]; R],
-    ahead: *const u8,
-    sums: &mut [[__m512; 2]; R],
-) {
-    for (idx, pairs) in transpose_within_quarters(*keys).into_iter().enumerate() {
-        let pair = FIRST + idx;
-        simd.prefetch(ahead.wrapping_add(pair * ROW_BYTES));
-        let pairs = widen(pairs);
-        for (sums, query) in sums.iter_mut().zip(queries) {
-            for parity in 0..2 {
-                let element = _mm512_set1_ps(query[parity][pair]);
-                sums[parity] = _mm512_fmadd_ps(pairs[parity], element, sums[parity]);
-            }
-        }
-    }
-}
-
-/// A mask of the first lanes.
-#[inline]
-fn lanes_below(count: usize) -> u16 {
-    u16::try_from((1_u32 << count) - 1).expect("at most sixteen lanes")
-}
-
-/// The first lane.
+/// Replaces the scores that a row does not see by minus infinity.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn first_lane(vector: __m512) -> f32 {
-    let mut lanes = [0.0; LANES];
-    // SAFETY: sixteen numbers.
-    unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), vector) };
-    lanes[0]
+fn hide<const R: usize>(scores: &mut [[f32; LANES]], visible: &[usize; R]) {
+    let keys_each = LANES / side_len(R);
+    // Later rows see more.
+    let first = visible[0] / keys_each;
+    let mut limits = [0_i32; LANES];
+    for (lane, limit) in limits.iter_mut().enumerate() {
+        let visible = visible
+            .get(lane % side_len(R))
+            .map_or(0, |visible| visible.saturating_sub(lane / side_len(R)));
+        *limit = i32::try_from(visible).expect("at most a split");
+    }
+    for (idx, scores) in scores.iter_mut().enumerate().skip(first) {
+        let key = i32::try_from(idx * keys_each).expect("at most a split");
+        // SAFETY: sixteen numbers each.
+        unsafe {
+            let limits = _mm512_loadu_si512(limits.as_ptr().cast());
+            let seen = _mm512_cmpgt_epi32_mask(limits, _mm512_set1_epi32(key));
+            let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+            let shown = _mm512_mask_mov_ps(nothing, seen, _mm512_loadu_ps(scores.as_ptr()));
+            _mm512_storeu_ps(scores.as_mut_ptr(), shown);
+        }
+    }
 }
 
 #[cfg(test)]

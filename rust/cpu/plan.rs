@@ -7,6 +7,7 @@
 //! folded in ascending order whoever computed them, so how the work was cut does not show in the result: tables may
 //! only be shared, and tiles only cut, at whole splits. `attention` runs a plan.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 
 use super::InvalidArgument;
@@ -23,9 +24,12 @@ const PACK_ROWS: usize = 4;
 /// Computing a split costs about as much as this many of its keys, beside what it costs by the key.
 const SPLIT_KEYS: usize = 16;
 
-/// Jobs of equal cost that the work of a thread is at least cut into, so that the last ones even out what the first
-/// ones did not.
-const JOBS_PER_THREAD: usize = 8;
+/// Pieces of equal cost that the work of a thread is at least cut into.
+const PIECES_PER_THREAD: usize = 8;
+
+/// Jobs of equal cost that the work of a thread is at most cut into, so that the last ones even out what the first ones
+/// did not; a job takes as long to begin as some tens of keys.
+const JOBS_PER_THREAD: usize = 32;
 
 /// Threads times this is the share of the work left that the next job gets, so that jobs are long first and short last.
 const JOB_SHARE: usize = 2;
@@ -244,7 +248,7 @@ impl Plan {
         let total = costs.sum::<usize>() * self.geometry.num_kv_heads;
         let most = match num_threads {
             1 => usize::MAX,
-            _ => total / (JOBS_PER_THREAD * num_threads),
+            _ => total / (PIECES_PER_THREAD * num_threads),
         };
         for idx in 0..self.tiles.len() {
             let tile = self.tiles[idx].clone();
@@ -280,6 +284,8 @@ impl Plan {
             self.tiles[idx].num_partials = num_partials;
             self.num_partial_rows += num_partials * self.num_rows(&tile);
         }
+        // Heads of a tile stay neighbours, as their keys are.
+        self.pieces.sort_by_key(|piece| Reverse(piece.cost));
         self.assign(total, num_threads);
     }
 

@@ -9,8 +9,9 @@
 //! value[d]  = sum over j of weight[j] * value[j][d]                the same
 //! ```
 //!
-//! Rows are taken two groups of sixteen at a time (`prompt_amx`). Where there are few, as in the decodes of one sequence, which are as
-//! many rows as query heads share a key head, vectors compute the same bits (`few_rows`). A row's numbers do not depend on
+//! Rows are taken two groups of sixteen at a time (`prompt_amx`). Where there are few, as in the decodes of one sequence,
+//! which are as many rows as query heads share a key head, nothing is packed, and vectors multiply the values, with the
+//! same bits (`few_rows`). A row's numbers do not depend on
 //! the others in its matrices: a position that it does not see has a weight of zero, and adds zero. Only zero times
 //! infinity or NaN would not be zero; where a row of the tile sees such a value and another one does not, the tokens of the
 //! tile are computed one by one. Slots behind what the tile sees may be read, but only into scores that nobody looks at.
@@ -31,7 +32,7 @@ use super::prompt_amx;
 use super::tensor::{CacheView, RowsView};
 use super::tile::Tile;
 use super::tile_loops::{SPLIT_LEN, Slots, partial_row_len};
-use super::x86::{Avx512, Flushing};
+use super::x86::Flushing;
 
 /// f32, or pairs of bf16, of a tile.
 pub(super) const TILE_ELEMENTS: usize = TILE_LEN * TILE_LEN;
@@ -74,20 +75,17 @@ pub(super) fn lead_slots(cache: &CacheView, most_rows: usize) -> usize {
     }
 }
 
-/// What a thread has set up for tiles of at most so many rows: small numbers count as zero in vectors as they do in
-/// matrix tiles, and these have the largest size if they are used. Setting that takes as long as some tens of keys.
+/// What a thread has set up: matrix tiles have the largest size, and small numbers count as zero in vectors as they do in
+/// them. Setting that takes as long as some tens of keys.
 pub(super) struct Configured {
-    amx: Option<Amx>,
+    amx: Amx,
     _flushing: Flushing,
 }
 
 impl Configured {
     /// Begins.
-    pub(super) fn new(amx: Amx, most_rows: usize) -> Self {
-        let amx = (most_rows > few_rows::MAX_ROWS).then_some(amx);
-        if let Some(amx) = amx {
-            amx.configure(&Shapes::FULL);
-        }
+    pub(super) fn new(amx: Amx) -> Self {
+        amx.configure(&Shapes::FULL);
         Self {
             amx,
             _flushing: Flushing::new(),
@@ -97,9 +95,7 @@ impl Configured {
 
 impl Drop for Configured {
     fn drop(&mut self) {
-        if let Some(amx) = self.amx {
-            amx.release();
-        }
+        self.amx.release();
     }
 }
 
@@ -141,7 +137,7 @@ pub(super) unsafe fn compute_split(
         }
         if tile.num_rows() <= few_rows::MAX_ROWS {
             let mut split = few_rows::Split {
-                simd: Avx512::from(amx),
+                amx,
                 tile,
                 buffers: &mut matrices.few_rows,
                 prefetch,

@@ -70,6 +70,14 @@ impl StepHeader {
     const fn num_beam_rows(&self) -> u32 {
         self.0.num_beam_rows
     }
+    #[getter]
+    const fn num_followers(&self) -> u32 {
+        self.0.num_followers
+    }
+    #[getter]
+    const fn num_logprobs(&self) -> i32 {
+        self.0.num_logprobs
+    }
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
     }

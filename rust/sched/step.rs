@@ -103,6 +103,10 @@ pub struct StepHeader {
     pub num_ended: u32,
     /// B.
     pub num_beam_rows: u32,
+    /// Tokens that the step in flight samples.
+    pub num_followers: u32,
+    /// The most log-probabilities that a row asks for; -1 if none does.
+    pub num_logprobs: i32,
 }
 
 /// What the rows of a sequence say in every step, packed once when it begins: a decode step copies these words instead
@@ -115,9 +119,10 @@ pub(super) struct RowWords {
     row: [i32; ROW_WORDS],
 }
 
-/// Places of what changes within the rows.
+/// Places within the rows of what changes, and of what the header sums up.
 const SAMPLE_INDEX: usize = 6;
 const POSITION: usize = 7;
+const NUM_LOGPROBS: usize = 8;
 const ROW_SAMPLE_INDEX: usize = 2;
 const ROW_CACHED: usize = 3;
 
@@ -427,6 +432,12 @@ impl<'a> Writer<'a> {
         sampling[POSITION] = position;
         self.rows[self.num_rows] = words.row;
         self.num_rows += 1;
+    }
+
+    /// The most log-probabilities that a row written so far asks for; -1 if none does.
+    pub(super) fn num_logprobs(&self) -> i32 {
+        let rows = self.sampling[..self.num_rows].iter();
+        rows.map(|row| row[NUM_LOGPROBS]).max().unwrap_or(-1)
     }
 
     /// Writes the copies, the swaps, the sequences that ended and the rows of beams with the candidates that are wanted of them, and

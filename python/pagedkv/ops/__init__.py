@@ -183,10 +183,9 @@ INFINITE: Final = -2
 
 def unsampled(tokens: NDArray[np.int32]) -> ValueError | None:
     """Says of the first row that could not be sampled why, see `Ops.sample`; None if there is none."""
-    failed = np.flatnonzero(tokens < 0)
-    if not len(failed):
+    if tokens.min(initial=0) >= 0:
         return None
-    row = int(failed[0])
+    row = int(np.flatnonzero(tokens < 0)[0])
     what = "NaN somewhere" if tokens[row] == NOT_A_NUMBER else "infinite at its largest"
     return ValueError(f"row {row} of the logits is {what}, allowed: numbers")
 

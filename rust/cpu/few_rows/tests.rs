@@ -1,6 +1,4 @@
-//! The vectors against plain Rust, and against matrix tiles where there are some.
-
-use std::arch::is_x86_feature_detected as has;
+//! Few rows and prompts against plain Rust, where there are matrix tiles.
 
 use half::bf16;
 use proptest::prelude::*;
@@ -14,7 +12,6 @@ use crate::cpu::plan::{Geometry, Plan, TileToken};
 use crate::cpu::prompt_amx;
 use crate::cpu::tensor::{CacheView, RowsView};
 use crate::cpu::tile_amx;
-use crate::cpu::x86::Flushing;
 
 /// Positions of a block.
 const BLOCK_SIZE: usize = 16;
@@ -196,16 +193,16 @@ impl Case {
         partial
     }
 
-    /// On vectors.
-    fn on_vectors(&self) -> Vec<f32> {
+    /// As few rows.
+    fn as_few_rows(&self, amx: Amx) -> Vec<f32> {
         self.compute(|tile, prefetch, partial| {
-            let (simd, mut buffers) = (Avx512::detect().unwrap(), Buffers::default());
-            let _flushing = Flushing::new();
+            let mut buffers = Buffers::default();
+            let _configured = tile_amx::Configured::new(amx);
             // SAFETY: all of the memory is owned by the case, and the processor has the instructions.
             unsafe {
                 load_queries(tile, &mut buffers);
                 Split {
-                    simd,
+                    amx,
                     tile,
                     buffers: &mut buffers,
                     prefetch,
@@ -216,11 +213,11 @@ impl Case {
         })
     }
 
-    /// On matrix tiles.
-    fn on_tiles(&self, amx: Amx) -> Vec<f32> {
+    /// As a prompt.
+    fn as_prompt(&self, amx: Amx) -> Vec<f32> {
         self.compute(|tile, prefetch, partial| {
             let mut matrices = tile_amx::Matrices::default();
-            let _configured = tile_amx::Configured::new(amx, usize::MAX);
+            let _configured = tile_amx::Configured::new(amx);
             // SAFETY: as above.
             unsafe {
                 prompt_amx::load_queries(tile, &mut matrices);
@@ -297,13 +294,11 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn vectors_compute_the_bits_of_plain_rust_and_of_tiles(case in cases()) {
+    fn few_rows_and_prompts_compute_the_bits_of_plain_rust(case in cases()) {
         let wanted = case.plainly();
-        if has!("avx512bf16") && has!("avx512dq") && Avx512::detect().is_some() {
-            assert_alike(&case, &case.meaning(&case.on_vectors()), &wanted);
-        }
         if let Some(amx) = Amx::detect() {
-            assert_alike(&case, &case.meaning(&case.on_tiles(amx)), &wanted);
+            assert_alike(&case, &case.meaning(&case.as_few_rows(amx)), &wanted);
+            assert_alike(&case, &case.meaning(&case.as_prompt(amx)), &wanted);
         }
     }
 }

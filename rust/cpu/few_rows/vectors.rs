@@ -1,18 +1,12 @@
 //! Arrangements of bf16 and f32 in vectors, for `few_rows`.
 
-#![expect(
-    clippy::needless_range_loop,
-    reason = "rows and columns in each other's company read better"
-)]
-
 use std::arch::x86_64::{
-    __m256bh, __m256i, __m512, __m512i, _mm256_loadu_pd, _mm512_and_si512, _mm512_castpd_ps,
-    _mm512_castpd256_pd512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cvtepu16_epi32,
-    _mm512_cvtneps_pbh, _mm512_insertf64x4, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_permutex2var_ps,
-    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps,
+    __m256bh, __m256i, __m512, __m512i, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
+    _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_permutex2var_ps,
+    _mm512_set1_epi32, _mm512_slli_epi32, _mm512_storeu_ps,
 };
 
-use crate::cpu::amx::{DEPTH, ROW_BYTES};
+use crate::cpu::amx::DEPTH;
 use crate::cpu::isa::LANES;
 use crate::cpu::tile_loops::{vector_at, vector_at_mut};
 
@@ -35,35 +29,6 @@ pub(super) fn round(numbers: __m512) -> __m512 {
     // SAFETY: vectors of the same size; the type of bf16 vectors has no operations of its own.
     let rounded = unsafe { std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(numbers)) };
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(rounded)))
-}
-
-/// Reads sixteen vectors such that quarter q of those numbered i, i + 4, i + 8 and i + 12 is vector i of q. Halves are put
-/// together as they are read, which, unlike a shuffle of registers, is not bound to one of the processor's ports.
-///
-/// # Safety
-/// 64 bytes are readable at each address.
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub(super) unsafe fn load_by_quarters(rows: &[*const u8; LANES]) -> [[__m512; 4]; 4] {
-    let mut quarters = [[_mm512_setzero_ps(); 4]; 4];
-    for half in 0..2 {
-        for i in 0..4 {
-            let mut pairs = [_mm512_setzero_ps(); 2];
-            for (pair, place) in pairs.iter_mut().enumerate() {
-                let [low, high] =
-                    [i + 8 * pair, i + 8 * pair + 4].map(|row| rows[row].wrapping_add(half * ROW_BYTES / 2));
-                // SAFETY: the caller vouches for 64 bytes of each.
-                let halves = unsafe { [_mm256_loadu_pd(low.cast()), _mm256_loadu_pd(high.cast())] };
-                *place = _mm512_castpd_ps(_mm512_insertf64x4::<1>(
-                    _mm512_castpd256_pd512(halves[0]),
-                    halves[1],
-                ));
-            }
-            quarters[2 * half][i] = _mm512_shuffle_f32x4::<0x88>(pairs[0], pairs[1]);
-            quarters[2 * half + 1][i] = _mm512_shuffle_f32x4::<0xdd>(pairs[0], pairs[1]);
-        }
-    }
-    quarters
 }
 
 /// Puts sixteen numbers of even index and sixteen of odd index into the order of their indices.
