@@ -127,6 +127,15 @@ fn prefetch(address: *const u8) {
     unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
 }
 
+/// Nothing to do meanwhile.
+struct Nothing;
+
+impl Meanwhile for Nothing {
+    fn next(&mut self) -> bool {
+        false
+    }
+}
+
 /// Zeroes a tile.
 macro_rules! zero {
     ($($tile:literal),+) => {
@@ -238,11 +247,12 @@ unsafe fn two_by_two<const ASKS: bool>(tile: &Tile, meanwhile: &mut impl Meanwhi
     }
 }
 
-/// Up to 16 rows by one, two or four panels.
+/// Up to 16 rows by one, two or four panels, and a part of `meanwhile` in every step.
 ///
 /// # Safety
-/// As `MicroKernel::tile`; the tiles are configured.
-unsafe fn one_by_some<const PANELS: usize>(tile: &Tile) {
+/// As `MicroKernel::tile_while`; the tiles are configured.
+#[inline(always)]
+unsafe fn one_by_some<const PANELS: usize>(tile: &Tile, meanwhile: &mut impl Meanwhile) {
     let mut x = tile.x;
     let mut weights: [_; PANELS] =
         std::array::from_fn(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
@@ -273,6 +283,7 @@ unsafe fn one_by_some<const PANELS: usize>(tile: &Tile) {
             panel!(2, 6);
             panel!(3, 7);
             requests.end_step();
+            meanwhile.next();
             x = x.wrapping_add(ROW_BYTES);
             weights = weights.map(|panel| panel.wrapping_add(STEP_BYTES));
         }
@@ -312,40 +323,22 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
     unsafe fn tile_while(self, tile: &Tile, meanwhile: &mut impl Meanwhile) {
         debug_assert!(!tile.resumes, "no sums are put aside");
         let lower = tile.num_rows.saturating_sub(TILE_LEN);
-        if lower > 0 && tile.num_panels == 2 {
-            self.configure(TILE_LEN, lower);
-            // SAFETY: passed on.
-            unsafe {
-                if tile.num_blocks > 1 {
-                    amx_blocks::two_by_two(tile, meanwhile);
-                } else if tile.ahead_lines > 0 {
-                    two_by_two::<true>(tile, meanwhile);
-                } else {
-                    two_by_two::<false>(tile, meanwhile);
-                }
+        self.configure(tile.num_rows - lower, lower);
+        // SAFETY: passed on.
+        unsafe {
+            match (tile.num_panels, lower) {
+                (2, 1..) if tile.num_blocks > 1 => amx_blocks::two_by_two(tile, meanwhile),
+                (2, 1..) if tile.ahead_lines > 0 => two_by_two::<true>(tile, meanwhile),
+                (2, 1..) => two_by_two::<false>(tile, meanwhile),
+                (4, 0) => one_by_some::<4>(tile, meanwhile),
+                (2, 0) => one_by_some::<2>(tile, meanwhile),
+                _ => self.tile(tile),
             }
         }
         while meanwhile.next() {}
-        if lower == 0 || tile.num_panels != 2 {
-            // SAFETY: passed on.
-            unsafe { self.tile(tile) };
-        }
     }
 
     unsafe fn tile(self, tile: &Tile) {
-        let lower = tile.num_rows.saturating_sub(TILE_LEN);
-        if lower == 0 && tile.num_panels != 3 {
-            self.configure(tile.num_rows, 0);
-            // SAFETY: passed on.
-            unsafe {
-                match tile.num_panels {
-                    4 => one_by_some::<4>(tile),
-                    2 => one_by_some::<2>(tile),
-                    _ => one_by_some::<1>(tile),
-                }
-            }
-            return;
-        }
         for first_row in (0..tile.num_rows).step_by(TILE_LEN) {
             let num_rows = TILE_LEN.min(tile.num_rows - first_row);
             self.configure(num_rows, 0);
@@ -361,7 +354,7 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
                     ..*tile
                 };
                 // SAFETY: a part of what the caller vouches for.
-                unsafe { one_by_some::<1>(&part) };
+                unsafe { one_by_some::<1>(&part, &mut Nothing) };
             }
         }
     }

@@ -16,7 +16,7 @@ use crate::cpu::isa::{LANES, Simd};
 use crate::cpu::tensor::MatrixView;
 use crate::memory::CACHE_LINE_BYTES;
 
-/// Rows that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
+/// Rows of two panels that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
 const ROWS_A_STEP: usize = 2;
 
 /// Sums of a block of rows that are complete, and not yet written.
@@ -41,23 +41,26 @@ impl Block {
     }
 }
 
-/// Writes a block while a tile is multiplied, which leaves few instructions to each step: it is for sums of two panels
-/// whose columns are all there, and results in bf16 or f32.
+/// Writes a block while a tile is multiplied, which leaves few instructions to each step: it is for sums of whole pairs
+/// of panels whose columns are all there, and results in bf16 or f32. Pair by pair, row by row.
 pub(super) struct Writing<'k, S, M> {
     simd: S,
     kernel: PhantomData<M>,
     is_gated: bool,
-    bias: Option<[&'k [f32; LANES]; 2]>,
-    /// Rows that are left.
+    /// By pair; empty if there is none.
+    bias: &'k [[[f32; LANES]; 2]],
     num_rows: usize,
-    /// Sums of the next row, or of its first part.
+    num_pairs: usize,
+    /// What is written next.
+    row: usize,
+    pair: usize,
+    /// `[rows, PARTS, pairs]`
     sums: *const [[f32; LANES]; 2],
-    /// Where its results go, their type, and the bytes of all of them.
+    /// Where the results of the first row go, and bytes from there to those of the next row and of the next pair.
     out: *mut u8,
-    dtype: Dtype,
-    out_bytes: usize,
-    /// Bytes from there to those of the row after it.
     out_stride: usize,
+    pair_bytes: usize,
+    dtype: Dtype,
 }
 
 impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
@@ -69,10 +72,11 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
     pub(super) unsafe fn begin(simd: S, call: &'k Linear<'k>, block: &Block) -> Self {
         let (weight, out) = (call.weight, &call.out);
         let is_gated = weight.is_gated();
-        let column = block.panels.start * LANES / if is_gated { 2 } else { 1 };
-        let num_columns = if is_gated { LANES } else { 2 * LANES };
-        let is_plain =
-            out.dtype != Dtype::F16 && block.panels.len() == 2 && column + num_columns <= out.width;
+        let width = if is_gated { LANES } else { 2 * LANES };
+        let column = block.panels.start / 2 * width;
+        let num_pairs = block.panels.len() / 2;
+        let are_pairs = block.panels.start.is_multiple_of(2) && block.panels.len().is_multiple_of(2);
+        let is_plain = out.dtype != Dtype::F16 && are_pairs && column + num_pairs * width <= out.width;
         if !is_plain {
             // SAFETY: passed on.
             unsafe { write_block::<S, M>(simd, call, block) };
@@ -82,13 +86,58 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
             simd,
             kernel: PhantomData,
             is_gated,
-            bias: bias.and_then(|bias| Some([bias.first()?, bias.get(1)?])),
+            bias: bias.unwrap_or_default().as_chunks().0,
             num_rows: if is_plain { block.rows.len() } else { 0 },
+            num_pairs,
+            row: 0,
+            pair: 0,
             sums: block.sums.cast(),
             out: out.at(block.rows.start, column),
-            dtype: out.dtype,
-            out_bytes: num_columns * out.dtype.size(),
             out_stride: out.row_stride * out.dtype.size(),
+            pair_bytes: width * out.dtype.size(),
+            dtype: out.dtype,
+        }
+    }
+
+    /// Writes a row of two panels.
+    ///
+    /// # Safety
+    /// There is one left, and whoever called `begin` vouches for sums and results.
+    #[inline(always)]
+    unsafe fn write_pair(&self) {
+        let simd = self.simd;
+        let sums = |part| {
+            let row = self.row * M::PARTS + part;
+            self.sums.wrapping_add(row * self.num_pairs + self.pair)
+        };
+        let out = self
+            .out
+            .wrapping_add(self.row * self.out_stride + self.pair * self.pair_bytes);
+        // SAFETY: passed on.
+        unsafe {
+            let [mut first, mut second] = load_columns(simd, sums(M::PARTS - 1));
+            for part in (0..M::PARTS - 1).rev() {
+                let [first_part, second_part] = load_columns(simd, sums(part));
+                (first, second) = (simd.add(first, first_part), simd.add(second, second_part));
+            }
+            if let Some([first_bias, second_bias]) = self.bias.get(self.pair) {
+                first = simd.add(first, simd.load(first_bias));
+                second = simd.add(second, simd.load(second_bias));
+            }
+            // The next panels of these rows are written there. A store that finds its line nowhere near holds up those
+            // after it, and at last the tiles.
+            let next = out.wrapping_add(self.pair_bytes.max(CACHE_LINE_BYTES));
+            simd.prefetch(next);
+            if self.pair_bytes > CACHE_LINE_BYTES {
+                simd.prefetch(next.wrapping_add(CACHE_LINE_BYTES));
+            }
+            if self.is_gated {
+                store_vector(simd, self.dtype, simd.mul(silu(simd, first), second), out);
+            } else {
+                let behind = out.wrapping_add(LANES * self.dtype.size());
+                store_vector(simd, self.dtype, first, out);
+                store_vector(simd, self.dtype, second, behind);
+            }
         }
     }
 }
@@ -96,39 +145,18 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
 impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
     #[inline(always)]
     fn next(&mut self) -> bool {
-        for _ in 0..ROWS_A_STEP.div_ceil(M::PARTS).min(self.num_rows) {
-            let simd = self.simd;
-            // SAFETY: rows of sums follow each other, and whoever called `begin` vouches for them and for the results.
-            unsafe {
-                let [mut first, mut second] = load_columns(simd, self.sums.wrapping_add(M::PARTS - 1));
-                for part in (0..M::PARTS - 1).rev() {
-                    let [first_part, second_part] = load_columns(simd, self.sums.wrapping_add(part));
-                    (first, second) = (simd.add(first, first_part), simd.add(second, second_part));
-                }
-                if let Some([first_bias, second_bias]) = self.bias {
-                    first = simd.add(first, simd.load(first_bias));
-                    second = simd.add(second, simd.load(second_bias));
-                }
-                // The next panels of these rows are written there. A store that finds its line nowhere near holds up
-                // those after it, and at last the tiles.
-                let next = self.out.wrapping_add(self.out_bytes.max(CACHE_LINE_BYTES));
-                simd.prefetch(next);
-                if self.out_bytes > CACHE_LINE_BYTES {
-                    simd.prefetch(next.wrapping_add(CACHE_LINE_BYTES));
-                }
-                if self.is_gated {
-                    store_vector(simd, self.dtype, simd.mul(silu(simd, first), second), self.out);
-                } else {
-                    let behind = self.out.wrapping_add(LANES * self.dtype.size());
-                    store_vector(simd, self.dtype, first, self.out);
-                    store_vector(simd, self.dtype, second, behind);
-                }
+        for _ in 0..ROWS_A_STEP.div_ceil(M::PARTS) {
+            if self.row == self.num_rows {
+                return false;
             }
-            self.sums = self.sums.wrapping_add(M::PARTS);
-            self.out = self.out.wrapping_add(self.out_stride);
-            self.num_rows -= 1;
+            // SAFETY: there is one left; whoever called `begin` vouches for the rest.
+            unsafe { self.write_pair() };
+            self.row += 1;
+            if self.row == self.num_rows && self.pair + 1 < self.num_pairs {
+                (self.row, self.pair) = (0, self.pair + 1);
+            }
         }
-        self.num_rows > 0
+        self.row < self.num_rows
     }
 }
 
