@@ -12,8 +12,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-# How long an engine is awake before each of its runs, as one that waits for requests is: asleep, it cannot do what
-# engines do between requests, such as to let threads that spin go to sleep, or to make memory ready.
+# How long an engine is awake before each of its runs, as one that waits for requests is. Stopped, it cannot
+# do what engines do between requests, such as to let threads that spin go to sleep, or to make memory ready.
 AWAKE_S = 0.8
 
 

@@ -122,7 +122,7 @@ class Engine:
         return bool(self._in_flight) and self._in_flight[-1].error is not None
 
     def _begin(self, meanwhile: Callable[[], None]) -> StepReport | None:
-        """Schedules a step and launches it, `meanwhile` in between.
+        """Schedules a step and launches it.
 
         Returns the report that announces the requests which ended by now. None: there is nothing to compute,
         at least not before the step in flight is committed.
@@ -139,10 +139,9 @@ class Engine:
         if header.num_tokens == 0:
             return None if self._in_flight else report
         step = _StepInFlight(header, report)
-        meanwhile()
         self._in_flight.append(step)
         try:
-            step.launched = self.runner.launch(header, self._arena)
+            step.launched = self.runner.launch(header, self._arena, meanwhile)
         except Exception as error:
             step.error = error
         except BaseException:
@@ -262,8 +261,8 @@ class EngineThread:
             while not self._stopping:
                 self._heartbeat.beat()
                 self._answer_questions()
-                # A report is posted when the next step is about to be computed: readers that wake up earlier
-                # would take the GIL from this thread while nothing computes.
+                # A report is posted right before the next step is computed: readers that wake up earlier take
+                # the GIL from this thread, some ten times a step back and forth, while nothing computes.
                 report = self._engine.step(self._post_delivered)
                 if report is not None:
                     unchecked = True

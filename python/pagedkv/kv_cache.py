@@ -143,8 +143,9 @@ def _unmapped_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch
 
     `torch.zeros` writes them, which maps them all at once; numpy asks the allocator for memory that is zero.
     What that returns for so much begins 16 bytes behind a page, and numpy asks for large pages from the next
-    one on, so the first 2 MiB would lie on small ones: the tensor begins where a large page does. A small one
-    begins with a cache line, because rows that straddle two make attention from a near cache a seventh slower.
+    one on, so the first 2 MiB would lie on small ones: the tensor begins where a large page does. A small
+    tensor begins with a cache line, because rows that straddle two make attention from a near cache a seventh
+    slower.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     alignment = _LARGE_PAGE_BYTES if num_bytes >= _LARGE_PAGE_BYTES else _CACHE_LINE_BYTES

@@ -173,8 +173,8 @@ class ModelRunner:
         self.heartbeat = Heartbeat()
         self.stage = HostStage() if stage is None else stage
         self._graphs: DecodeGraphs | None = None
-        # Tokens of the step launched last, for the next one, which may be launched before they are known. With
-        # graphs, which read them where they were captured, they stay in one place.
+        # Tokens of the step launched last, for the next one, which may be launched before they are known.
+        # With graphs, which read them where they were when captured, they stay in one place.
         self._sampled = torch.zeros(max_num_rows, dtype=torch.int64, device=self.stage.torch_device)
         self._has_graphs = False
 
@@ -183,15 +183,19 @@ class ModelRunner:
         return np.zeros(num_words, np.int32)
 
     @torch.inference_mode()
-    def launch(self, header: StepCounts, arena: NDArray[np.int32]) -> LaunchedStep:
+    def launch(
+        self, header: StepCounts, arena: NDArray[np.int32], meanwhile: Callable[[], None] = lambda: None
+    ) -> LaunchedStep:
         """Enqueues one step; on the CPU it has been computed when this returns.
 
-        A token whose source is a row takes what that row of the step launched before has sampled. Raises
+        `meanwhile` is called right before the forward pass, in which this thread does not hold the GIL. A
+        token whose source is a row takes what that row of the step launched before has sampled. Raises
         whatever the model or the device raises, the latter perhaps for an earlier step.
         """
         with self.stage.active():
             copies, compute = self._placed(header, arena)
             self._move_blocks(header, arena, copies)
+            meanwhile()
             logits, tokens = compute()
             # Rows of beams are ranked, not sampled; where there are no others, nobody looks at tokens.
             return self._launched(
@@ -251,8 +255,8 @@ class ModelRunner:
         """From tokens to logits f32 [R, V] and sampled tokens i64 [R]."""
         if follows:
             source = batch.token_source
-            # A row that could not be sampled is a negative number, which nobody has seen yet. The step must find
-            # a token, or the failure would cost more than the request of that row.
+            # A row that could not be sampled is a negative number, which nobody has seen yet. The step must
+            # find a token, or the failure would cost more than the request of that row.
             sampled = self._sampled[source.clamp(min=0)].clamp(min=0).to(batch.token_ids.dtype)
             batch = replace(batch, token_ids=torch.where(source >= 0, sampled, batch.token_ids))
         logits: Tensor = self.model(batch, self.kv_cache, self.ops, self.heartbeat)

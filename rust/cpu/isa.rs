@@ -88,6 +88,18 @@ pub(crate) trait Simd: Copy + Send + Sync {
         // SAFETY: passed on.
         unsafe { store_row(Dtype::Bf16, &lanes, dst) };
     }
+    /// Rounds and stores twice sixteen elements, the second behind the first.
+    ///
+    /// # Safety
+    /// `dst` is writable for them, and nobody else accesses them.
+    #[inline(always)]
+    unsafe fn store_bf16_pair(self, [first, second]: [Self::V; 2], dst: *mut u8) {
+        // SAFETY: passed on.
+        unsafe {
+            self.store_bf16(first, dst);
+            self.store_bf16(second, dst.wrapping_add(LANES * Dtype::Bf16.size()));
+        }
+    }
     /// a + b
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     /// a - b

@@ -81,13 +81,11 @@ impl RmsNorm {
     /// # Safety
     /// As `run`.
     pub unsafe fn run_on(&self, isa: Isa) {
-        let num_rows = self.x.num_rows;
-        let rows_per_piece = num_rows.div_ceil(pool::num_threads()).clamp(1, ROWS_PER_PIECE);
-        let mut pieces: Vec<usize> = (0..num_rows).step_by(rows_per_piece).collect();
-        pool::for_each(&mut pieces, self.estimated_ns(), |first| {
+        let mut pieces = pool::deal_rows(self.x.num_rows, ROWS_PER_PIECE);
+        pool::for_each(&mut pieces, self.estimated_ns(), |rows| {
             isa.run(NormaliseRows {
                 call: self,
-                rows: *first..num_rows.min(*first + rows_per_piece),
+                rows: rows.clone(),
             });
         });
     }

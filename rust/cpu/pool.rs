@@ -12,6 +12,7 @@
 //! 55 to 76. A call while another thread of the process is using the pool computes alone: its cores are busy anyway.
 
 use std::any::Any;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 use std::thread::JoinHandle;
@@ -249,6 +250,19 @@ pub fn num_threads() -> usize {
     current().num_threads()
 }
 
+/// Rows, cut into equal pieces of at most `max_rows`, in the order in which they are dealt: the pieces of a thread are
+/// a share of the rows, the same one in every kernel that works row by row, and so in its cache.
+pub(crate) fn deal_rows(num_rows: usize, max_rows: usize) -> Vec<Range<usize>> {
+    let num_shares = num_threads().min(num_rows).max(1);
+    let num_turns = num_rows.div_ceil(num_shares * max_rows);
+    let num_pieces = num_shares * num_turns;
+    let cut = |piece| num_rows * piece / num_pieces;
+    (0..num_pieces)
+        .map(|idx| idx % num_shares * num_turns + idx / num_shares)
+        .map(|piece| cut(piece)..cut(piece + 1))
+        .collect()
+}
+
 /// The items of a call and what is done to each.
 struct Pieces<'f, T, F> {
     first: *mut T,
@@ -296,6 +310,21 @@ mod tests {
                 assert!(pool.try_for_each(&mut items, &|item: &mut u32| *item += 1));
                 assert!(items.iter().all(|&item| item == 1));
             }
+        }
+    }
+
+    #[test]
+    fn rows_are_dealt_as_shares() {
+        for num_rows in [0, 1, 2, 16, 33, 500, 2048] {
+            let num_threads = num_threads();
+            let pieces = deal_rows(num_rows, 16);
+            assert!(
+                pieces.iter().all(|rows| (1..=16).contains(&rows.len())),
+                "{num_rows}"
+            );
+            let of_thread = |idx| pieces.iter().skip(idx).step_by(num_threads);
+            let ordered: Vec<usize> = (0..num_threads).flat_map(of_thread).cloned().flatten().collect();
+            assert!(ordered.into_iter().eq(0..num_rows));
         }
     }
 

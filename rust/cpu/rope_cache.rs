@@ -113,16 +113,12 @@ impl RopeCache<'_> {
     /// writes what they cover nor reads what is written; the slots differ. `out` may be `query`.
     pub unsafe fn run(&self) {
         let isa = Isa::best();
-        let num_tokens = self.query.num_tokens;
         // A decode is cut into one piece for each thread: what a piece asks for at first, it need not wait for later.
-        let tokens_per_piece = num_tokens
-            .div_ceil(pool::num_threads())
-            .clamp(1, TOKENS_PER_PIECE);
-        let mut pieces: Vec<usize> = (0..num_tokens).step_by(tokens_per_piece).collect();
-        pool::for_each(&mut pieces, self.estimated_ns(), |first| {
+        let mut pieces = pool::deal_rows(self.query.num_tokens, TOKENS_PER_PIECE);
+        pool::for_each(&mut pieces, self.estimated_ns(), |tokens| {
             isa.run(RotateTokens {
                 call: self,
-                tokens: *first..num_tokens.min(*first + tokens_per_piece),
+                tokens: tokens.clone(),
             });
         });
     }

@@ -11,8 +11,8 @@
 use std::arch::asm;
 use std::arch::is_x86_feature_detected as has;
 use std::arch::x86_64::{
-    __m256, __m512, _CMP_NLT_UQ, _CMP_UNORD_Q, _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch, _mm256_add_epi32,
-    _mm256_add_ps, _mm256_and_ps, _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps_si256,
+    __m256, __m512, __m512i, _CMP_NLT_UQ, _CMP_UNORD_Q, _MM_HINT_T1, _mm_loadu_si128, _mm_prefetch,
+    _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps_si256,
     _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_div_ps,
     _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_mul_ps,
     _mm256_permute2f128_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps,
@@ -20,9 +20,10 @@ use std::arch::x86_64::{
     _mm256_unpacklo_ps, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castpd_ps,
     _mm512_castps_pd, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16,
     _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_div_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
-    _mm512_mask_or_epi32, _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_set1_epi32,
-    _mm512_set1_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_ps,
-    _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    _mm512_loadu_si512, _mm512_mask_or_epi32, _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps,
+    _mm512_permutex2var_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32,
+    _mm512_srli_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_sub_ps, _mm512_unpackhi_pd,
+    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
 use super::amx::Amx;
@@ -207,15 +208,37 @@ impl Simd for Avx512 {
     unsafe fn store_bf16(self, v: __m512, dst: *mut u8) {
         // SAFETY: the caller vouches for sixteen elements; `self` proves the instructions.
         unsafe {
-            let bits = _mm512_castps_si512(v);
-            let is_odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff)));
-            let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
-            let quiet = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x0040_0000));
-            let upper = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(quiet));
+            let upper = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(round_bf16(v)));
             _mm256_storeu_si256(dst.cast(), upper);
         }
     }
+
+    #[inline(always)]
+    unsafe fn store_bf16_pair(self, pair: [__m512; 2], dst: *mut u8) {
+        // SAFETY: the caller vouches for thirty-two elements; `self` proves the instructions.
+        unsafe {
+            let [first, second] = [round_bf16(pair[0]), round_bf16(pair[1])];
+            let upper = _mm512_loadu_si512(UPPER_HALVES.as_ptr().cast());
+            _mm512_storeu_si512(dst.cast(), _mm512_permutex2var_epi16(first, upper, second));
+        }
+    }
+}
+
+/// The upper halves of sixteen numbers, and of sixteen others.
+const UPPER_HALVES: [u16; 2 * LANES] = [
+    1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53,
+    55, 57, 59, 61, 63,
+];
+
+/// The bits of sixteen numbers, rounded at their upper halves.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn round_bf16(v: __m512) -> __m512i {
+    let bits = _mm512_castps_si512(v);
+    let is_odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff)));
+    let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+    _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x0040_0000))
 }
 
 /// Transposes 4 x 4 numbers within every quarter, then 4 x 4 quarters.

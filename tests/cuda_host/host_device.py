@@ -115,7 +115,8 @@ class HostEvent:
         if self.target is None:
             assert torch.equal(self.source, self.value), "pinned memory was written while it was being copied"
         else:
-            self.target.copy_(self.value)
+            with torch.inference_mode():
+                self.target.copy_(self.value)
 
 
 class HostDevice:

@@ -1,5 +1,7 @@
 """A tiny model through the whole engine, its operations by the CUDA kernels that the CPU executes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -121,7 +123,7 @@ def test_tokens_are_taken_from_the_step_before(checkpoint, monkeypatch, backend)
     runner, rows_before, num_taken = llm._engine.runner, [], 0
     launch = runner.launch
 
-    def launch_early(header, arena):
+    def launch_early(header, arena, meanwhile):
         nonlocal rows_before, num_taken
         # A row is one of a request and a sample; those of decodes come first, as their tokens do.
         rows = [tuple(row[:3]) for row in arena_section(arena, "rows").tolist()]
@@ -131,7 +133,9 @@ def test_tokens_are_taken_from_the_step_before(checkpoint, monkeypatch, backend)
                 arena_section(arena, "token_source")[index] = rows_before.index(row)
                 num_taken += 1
         rows_before = rows
-        return launch(header, arena)
+        counts = {name: getattr(header, name) for name in dir(header) if name.startswith("num_")}
+        counts["num_followers"] = int((arena_section(arena, "token_source") >= 0).sum())
+        return launch(SimpleNamespace(**counts), arena, meanwhile)
 
     monkeypatch.setattr(runner, "launch", launch_early)
     llm.reset_prefix_cache()

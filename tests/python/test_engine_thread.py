@@ -95,9 +95,9 @@ async def test_the_heart_beats_while_idle_and_shows_a_hanging_step(checkpoint, e
         runner = await llm.ask(lambda core: llm._thread._engine.runner)
         forward = runner.launch
 
-        def hanging(header, arena):
+        def hanging(header, arena, meanwhile):
             release.wait(30)
-            return forward(header, arena)
+            return forward(header, arena, meanwhile)
 
         runner.launch = hanging
         stream = llm.submit(expected[0].prompt, GREEDY)
@@ -115,9 +115,9 @@ async def test_the_heart_beats_within_a_step(checkpoint, expected):
         runner = llm._thread._engine.runner
         forward, beats = runner.launch, []
 
-        def counted(header, arena):
+        def counted(header, arena, meanwhile):
             before = runner.heartbeat.num_beats
-            result = forward(header, arena)
+            result = forward(header, arena, meanwhile)
             beats.append(runner.heartbeat.num_beats - before)
             return result
 
@@ -132,11 +132,11 @@ async def test_a_step_that_raises_fails_its_requests_only(checkpoint, expected):
         runner = llm._thread._engine.runner
         forward, calls = runner.launch, []
 
-        def broken(header, arena):
+        def broken(header, arena, meanwhile):
             calls.append(header.num_sequences)
             if len(calls) == 4:
                 raise ArithmeticError("a bad step")
-            return forward(header, arena)
+            return forward(header, arena, meanwhile)
 
         runner.launch = broken
         results = await asyncio.gather(
@@ -210,7 +210,7 @@ async def test_a_dead_thread_fails_every_stream_and_says_so(checkpoint, expected
     streams = [llm.submit(one.prompt, LONG) for one in expected[:3]]
     await anext(streams[0])
 
-    def panic(header, arena):
+    def panic(header, arena, meanwhile):
         raise Panic("broken invariant")
 
     llm._thread._engine.runner.launch = panic

@@ -51,11 +51,11 @@ def test_a_step_that_raises_ends_its_requests_only(checkpoint, expected, monkeyp
     llm = LLM(**checkpoint.options, overlap=overlap)
     forward, calls = llm._engine.runner.launch, []
 
-    def broken(header, arena):
+    def broken(header, arena, meanwhile):
         calls.append(header.step_id)
         if len(calls) == fails_at:
             raise ArithmeticError("a bad step")
-        return forward(header, arena)
+        return forward(header, arena, meanwhile)
 
     monkeypatch.setattr(llm._engine.runner, "launch", broken)
     with pytest.raises(RequestFailed, match="ArithmeticError: a bad step") as failure:
@@ -96,11 +96,11 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_usable(checkpoint, ex
     with monkeypatch.context() as patch:
         forward, calls = llm._engine.runner.launch, []
 
-        def interrupted(header, arena):
+        def interrupted(header, arena, meanwhile):
             calls.append(header.step_id)
             if len(calls) == 4:
                 raise KeyboardInterrupt
-            return forward(header, arena)
+            return forward(header, arena, meanwhile)
 
         patch.setattr(llm._engine.runner, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -120,9 +120,9 @@ def test_a_failure_anywhere_leaves_the_engine_usable(checkpoint, expected, monke
         def result(self):
             raise error
 
-    def broken(header, arena):
+    def broken(header, arena, meanwhile):
         calls.append(header.step_id)
-        launched = launch(header, arena)
+        launched = launch(header, arena, meanwhile)
         if len(calls) == 5:
             if call == "launch":
                 raise error

@@ -51,7 +51,8 @@ async def test_changes_add_up_to_the_answers(llm, fields, late_s):
         assert len({change.index for change in changes}) == len(changes) > 0
         for change in changes:
             answers[change.index] = added(change, answers[change.index])
-    assert num_items > 1
+    # Answers that a stop string ends are a few tokens long, which can all be there when the loop wakes up.
+    assert num_items > 1 or "stop" in fields
     for expected_answer in truth.outputs:
         answer = answers[expected_answer.index]
         answer.cumulative_logprob = expected_answer.cumulative_logprob

@@ -18,7 +18,7 @@ from pagedkv.serve.generation import Changes, Generation
 from pagedkv.serve.middleware import request_id_of
 from pagedkv.serve.protocol import GenerationRequest
 from pagedkv.serve.served import SERVED
-from pagedkv.serve.sse import DONE, EventStream, event
+from pagedkv.serve.sse import DONE, Chunks, EventStream, event
 
 logger = logging.getLogger("pagedkv.serve")
 
@@ -208,7 +208,7 @@ async def _send_events(stream: EventStream, body: GenerationRequest, run: _Run) 
     options = body.stream_options
     wants_usage = options is not None and options.include_usage
     wants_running_usage = options is not None and wants_usage and options.continuous_usage_stats
-    chunk_head = {**run.head, "object": run.shape.chunk_object}
+    chunks = Chunks({**run.head, "object": run.shape.chunk_object})
     async with aclosing(run.generation.changes()) as all_changes:
         async for changes in all_changes:
             events = b""
@@ -217,10 +217,10 @@ async def _send_events(stream: EventStream, body: GenerationRequest, run: _Run) 
                 choice.add(change)
                 if not choice.has_news:
                     continue
-                chunk = {**chunk_head, "choices": [run.shape.chunk(choice.take())]}
+                chunk: dict[str, Any] = {"choices": [run.shape.chunk(choice.take())]}
                 if wants_usage:
                     chunk["usage"] = _usage(run.generation, run.choices) if wants_running_usage else None
-                events += event(chunk)
+                events += chunks.event(chunk)
             if events:
                 await stream.send(events)
     last: dict[str, Any] = {}
@@ -228,5 +228,5 @@ async def _send_events(stream: EventStream, body: GenerationRequest, run: _Run) 
         last["usage"] = _usage(run.generation, run.choices)
     if body.explain_cache:
         last[EXPLANATION] = await run.generation.explanations()
-    events = event({**chunk_head, "choices": [], **last}) if last else b""
+    events = chunks.event({"choices": [], **last}) if last else b""
     return await stream.close(events + DONE)

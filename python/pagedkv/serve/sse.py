@@ -20,13 +20,25 @@ _HEADERS = {
 }
 
 
-def event(data: dict[str, Any]) -> bytes:
-    """One event.
+# Everything but ASCII is escaped: some clients split lines at U+2028 or U+0085 too, which JSON may hold raw.
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
-    Everything but ASCII is escaped: some clients split lines at U+2028 or U+0085 too, which JSON may hold
-    raw.
-    """
-    return b"data: " + json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n\n"
+
+def event(data: dict[str, Any]) -> bytes:
+    """One event."""
+    return f"data: {_encode(data)}\n\n".encode("ascii")
+
+
+class Chunks:
+    """The events of one stream, whose common fields are encoded once: there is one for every token."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        """Takes the fields that all events begin with; at least one."""
+        self._begin = f"data: {_encode(head)[:-1]},"
+
+    def event(self, fields: dict[str, Any]) -> bytes:
+        """One event, with further fields; at least one."""
+        return f"{self._begin}{_encode(fields)[1:]}\n\n".encode("ascii")
 
 
 class EventStream:

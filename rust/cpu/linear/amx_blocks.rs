@@ -37,15 +37,29 @@ pub(super) unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
     // registers hold stays from one instruction to the next, since the compiler knows none of them.
     unsafe {
         zero!(0, 1, 2, 3);
-        for _ in 0..tile.depth / DEPTH {
+        asm!(
+            "tileloaddt1 tmm4, [{x0} + {xs}*1]", "tileloadd tmm6, [{w0} + {row}*1]",
+            "tileloadd tmm7, [{w1} + {row}*1]", "tileloaddt1 tmm5, [{x1} + {xs}*1]",
+            x0 = in(reg) x[0],
+            x1 = in(reg) x[1],
+            w0 = in(reg) weights[0],
+            w1 = in(reg) weights[1],
+            xs = in(reg) tile.x_stride,
+            row = in(reg) ROW_BYTES,
+            options(nostack, readonly),
+        );
+        for _ in 1..tile.depth / DEPTH {
+            x = x.map(|rows| rows.wrapping_add(ROW_BYTES));
+            weights = weights.map(|panel| panel.wrapping_add(TILE_LEN * ROW_BYTES));
             asm!(
-                "tileloaddt1 tmm4, [{x0} + {xs}*1]", "tileloadd tmm6, [{w0} + {row}*1]",
                 "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{w1} + {row}*1]",
                 "tdpbf16ps tmm1, tmm4, tmm7",
-                "tileloaddt1 tmm5, [{x1} + {xs}*1]",
+                "tileloaddt1 tmm4, [{x0} + {xs}*1]",
                 "tdpbf16ps tmm2, tmm5, tmm6",
+                "tileloadd tmm6, [{w0} + {row}*1]",
                 "tdpbf16ps tmm3, tmm5, tmm7",
+                "tileloaddt1 tmm5, [{x1} + {xs}*1]",
+                "tileloadd tmm7, [{w1} + {row}*1]",
                 x0 = in(reg) x[0],
                 x1 = in(reg) x[1],
                 w0 = in(reg) weights[0],
@@ -59,9 +73,14 @@ pub(super) unsafe fn two_by_two(tile: &Tile, meanwhile: &mut impl Meanwhile) {
                 ahead = ahead.wrapping_add(ROW_BYTES);
             }
             meanwhile.next();
-            x = x.map(|rows| rows.wrapping_add(ROW_BYTES));
-            weights = weights.map(|panel| panel.wrapping_add(TILE_LEN * ROW_BYTES));
         }
+        asm!(
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            options(nostack, nomem),
+        );
         store!(0, sums[0], sums_stride);
         store!(1, sums[0].wrapping_add(LANES), sums_stride);
         store!(2, sums[1], sums_stride);

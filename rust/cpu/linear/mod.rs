@@ -32,6 +32,7 @@ mod thirds;
 mod write;
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use super::InvalidArgument;
 use super::element::{load_row, store_row};
@@ -48,6 +49,9 @@ const WEIGHT_BYTES_PER_NS: usize = 10;
 
 /// Multiply-adds of a thread in a nanosecond, likewise; a slow processor's.
 const PRODUCTS_PER_NS: usize = 50;
+
+/// Rows of a thread from which on it multiplies these by all panels: reading them for no more than that is worth it.
+const ROWS_OF_THREAD: usize = 256;
 
 /// Most pieces of work for each thread: enough that one which started late leaves some to the others.
 const PIECES_PER_THREAD: usize = 4;
@@ -132,47 +136,68 @@ impl Linear<'_> {
         });
     }
 
-    /// Cuts the work into chunks of rows, and along N into a share of each thread, so that the panels of a chunk are
-    /// read by one thread, from front to back. The pieces of the shares come by turns, as the pool deals them.
+    /// What each thread multiplies: of many rows a part, by all panels, so that what the kernels before and after this
+    /// one do with these rows finds them in the same cache; of fewer rows all, by a part of the panels, each of which
+    /// is then read by one thread.
+    fn shares(&self, num_rows: usize) -> Vec<Share> {
+        let num_threads = pool::num_threads();
+        if num_rows / num_threads < ROWS_OF_THREAD {
+            let shares = self.weight.shares(num_threads).into_iter();
+            return shares
+                .map(|panels| Share {
+                    rows: 0..num_rows,
+                    panels,
+                })
+                .collect();
+        }
+        let step = piece::chunk_step(self.weight.arithmetic().parts());
+        let cut = |idx| cut_rows(&(0..num_rows), step, idx, num_threads);
+        (0..num_threads)
+            .map(|idx| Share {
+                rows: cut(idx)..cut(idx + 1),
+                panels: 0..self.weight.num_panels(),
+            })
+            .collect()
+    }
+
+    /// Cuts each share into chunks of rows, and these along N, so that a thread that started late leaves some to the
+    /// others. The pieces of the shares come by turns, as the pool deals them.
     fn pieces<'k>(&'k self, x: &MatrixView, next: Option<&PackedWeight>) -> Vec<piece::Piece<'k>> {
-        let parts = self.weight.arithmetic().parts();
-        let num_chunks = x.num_rows.div_ceil(piece::rows_per_chunk(x.row_bytes(), parts));
-        let rows_per_piece = x
-            .num_rows
-            .div_ceil(num_chunks)
-            .next_multiple_of(piece::chunk_step(parts));
-        let group = self.weight.arithmetic().group_panels(rows_per_piece);
-        let shares = self.weight.shares(pool::num_threads());
-        let smallest = shares.iter().map(ExactSizeIterator::len).min().unwrap_or(0);
-        let pieces_per_share = smallest.div_ceil(group).clamp(1, PIECES_PER_THREAD);
-        let next = next.map(|weight| (weight, weight.shares(shares.len())));
-        let mut pieces = Vec::with_capacity(num_chunks * pieces_per_share * shares.len());
-        for first_row in (0..x.num_rows).step_by(rows_per_piece) {
-            for turn in 0..pieces_per_share {
-                for (idx, share) in shares.iter().enumerate() {
-                    let num_groups = share.len().div_ceil(group);
+        let shares = self.shares(x.num_rows);
+        let most_rows = shares.iter().map(|share| share.rows.len()).max().unwrap_or(0);
+        let arithmetic = self.weight.arithmetic();
+        let (parts, step) = (arithmetic.parts(), piece::chunk_step(arithmetic.parts()));
+        let num_chunks = most_rows.div_ceil(piece::rows_per_chunk(x.row_bytes(), parts));
+        let group = arithmetic.group_panels(most_rows.div_ceil(num_chunks));
+        let fewest_panels = shares.iter().map(|share| share.panels.len()).min().unwrap_or(0);
+        let num_turns = fewest_panels.div_ceil(group).clamp(1, PIECES_PER_THREAD);
+        let next = next.map(|weight| (weight, Linear { weight, ..*self }.shares(x.num_rows)));
+        let mut pieces = Vec::with_capacity(num_chunks * num_turns * shares.len());
+        for chunk in 0..num_chunks {
+            for turn in 0..num_turns {
+                for (idx, Share { rows, panels }) in shares.iter().enumerate() {
+                    let num_groups = panels.len().div_ceil(group);
                     let cut = |turn| {
-                        share
+                        panels
                             .end
-                            .min(share.start + num_groups * turn / pieces_per_share * group)
+                            .min(panels.start + num_groups * turn / num_turns * group)
                     };
-                    let panels = cut(turn)..cut(turn + 1);
-                    let next_of_share = next.as_ref().and_then(|(weight, shares)| {
-                        let share = shares.get(idx)?;
-                        Some((weight.panel(share.start), weight.panel_bytes()))
-                    });
+                    let own = cut(turn)..cut(turn + 1);
+                    let next_of_share = next.as_ref().filter(|_| chunk + 1 == num_chunks);
+                    let next_of_share = next_of_share
+                        .and_then(|(weight, shares)| Some((*weight, shares.get(idx)?.panels.start)));
+                    let (weight, panel) = if own.end < panels.end {
+                        (self.weight, own.end)
+                    } else {
+                        next_of_share.unwrap_or((self.weight, panels.start))
+                    };
                     pieces.push(piece::Piece {
                         call: self,
                         x: *x,
-                        rows: first_row..x.num_rows.min(first_row + rows_per_piece),
-                        // The next piece of the share begins where this one ends.
-                        then: if panels.end < share.end {
-                            (self.weight.panel(panels.end), self.weight.panel_bytes())
-                        } else {
-                            next_of_share
-                                .unwrap_or((self.weight.panel(share.start), self.weight.panel_bytes()))
-                        },
-                        panels,
+                        rows: cut_rows(rows, step, chunk, num_chunks)
+                            ..cut_rows(rows, step, chunk + 1, num_chunks),
+                        panels: own,
+                        then: (weight.panel(panel), weight.panel_bytes()),
                     });
                 }
             }
@@ -217,4 +242,17 @@ impl Linear<'_> {
         }
         copy
     }
+}
+
+/// Rows and panels that one thread multiplies.
+struct Share {
+    /// Of x as the arithmetic reads it.
+    rows: Range<usize>,
+    panels: Range<usize>,
+}
+
+/// The first row of a part of some rows, cut into so many parts of whole steps; their end, behind the last one.
+fn cut_rows(rows: &Range<usize>, step: usize, part: usize, num_parts: usize) -> usize {
+    let num_steps = rows.len().div_ceil(step);
+    rows.end.min(rows.start + num_steps * part / num_parts * step)
 }

@@ -196,6 +196,11 @@ impl PackedWeight {
         self.num_panels * LANES * self.depth
     }
 
+    /// Panels, those that are filled up included.
+    pub(super) fn num_panels(&self) -> usize {
+        self.num_panels
+    }
+
     /// K, filled up to whole steps.
     pub(super) fn depth(&self) -> usize {
         self.depth

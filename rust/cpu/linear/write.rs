@@ -47,16 +47,17 @@ pub(super) struct Writing<'k, S, M> {
     simd: S,
     kernel: PhantomData<M>,
     is_gated: bool,
-    /// By pair; empty if there is none.
+    /// Of the pairs that are left; empty if there is none.
     bias: &'k [[[f32; LANES]; 2]],
     num_rows: usize,
+    /// Pairs in a row of sums, and those of them that are left, the present one included.
     num_pairs: usize,
-    /// What is written next.
-    row: usize,
-    pair: usize,
-    /// `[rows, PARTS, pairs]`
+    pairs_left: usize,
+    /// Rows of the present pair that are left.
+    rows_left: usize,
+    /// Sums of the next row, or of its first part.
     sums: *const [[f32; LANES]; 2],
-    /// Where the results of the first row go, and bytes from there to those of the next row and of the next pair.
+    /// Where its results go, and bytes from there to those of the row after it and of the next pair.
     out: *mut u8,
     out_stride: usize,
     pair_bytes: usize,
@@ -82,15 +83,16 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
             unsafe { write_block::<S, M>(simd, call, block) };
         }
         let bias = weight.bias().as_chunks().0.get(block.panels.clone());
+        let num_rows = if is_plain { block.rows.len() } else { 0 };
         Self {
             simd,
             kernel: PhantomData,
             is_gated,
             bias: bias.unwrap_or_default().as_chunks().0,
-            num_rows: if is_plain { block.rows.len() } else { 0 },
+            num_rows,
             num_pairs,
-            row: 0,
-            pair: 0,
+            pairs_left: num_pairs,
+            rows_left: num_rows,
             sums: block.sums.cast(),
             out: out.at(block.rows.start, column),
             out_stride: out.row_stride * out.dtype.size(),
@@ -105,22 +107,16 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
     /// There is one left, and whoever called `begin` vouches for sums and results.
     #[inline(always)]
     unsafe fn write_pair(&self) {
-        let simd = self.simd;
-        let sums = |part| {
-            let row = self.row * M::PARTS + part;
-            self.sums.wrapping_add(row * self.num_pairs + self.pair)
-        };
-        let out = self
-            .out
-            .wrapping_add(self.row * self.out_stride + self.pair * self.pair_bytes);
-        // SAFETY: passed on.
+        let (simd, out) = (self.simd, self.out);
+        // SAFETY: passed on; the parts of a row follow each other.
         unsafe {
-            let [mut first, mut second] = load_columns(simd, sums(M::PARTS - 1));
+            let sums = |part| load_columns(simd, self.sums.wrapping_add(part * self.num_pairs));
+            let [mut first, mut second] = sums(M::PARTS - 1);
             for part in (0..M::PARTS - 1).rev() {
-                let [first_part, second_part] = load_columns(simd, sums(part));
+                let [first_part, second_part] = sums(part);
                 (first, second) = (simd.add(first, first_part), simd.add(second, second_part));
             }
-            if let Some([first_bias, second_bias]) = self.bias.get(self.pair) {
+            if let Some([first_bias, second_bias]) = self.bias.first() {
                 first = simd.add(first, simd.load(first_bias));
                 second = simd.add(second, simd.load(second_bias));
             }
@@ -134,10 +130,22 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
             if self.is_gated {
                 store_vector(simd, self.dtype, simd.mul(silu(simd, first), second), out);
             } else {
-                let behind = out.wrapping_add(LANES * self.dtype.size());
-                store_vector(simd, self.dtype, first, out);
-                store_vector(simd, self.dtype, second, behind);
+                store_columns(simd, self.dtype, [first, second], out);
             }
+        }
+    }
+
+    /// Turns to the first row of the next pair, if there is one.
+    #[inline(always)]
+    fn next_pair(&mut self) {
+        if self.pairs_left > 1 {
+            self.pairs_left -= 1;
+            self.rows_left = self.num_rows;
+            self.bias = self.bias.get(1..).unwrap_or_default();
+            let sums_before = self.num_rows * M::PARTS * self.num_pairs;
+            self.sums = self.sums.wrapping_sub(sums_before).wrapping_add(1);
+            let out = self.out.wrapping_sub(self.num_rows * self.out_stride);
+            self.out = out.wrapping_add(self.pair_bytes);
         }
     }
 }
@@ -145,18 +153,17 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
 impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
     #[inline(always)]
     fn next(&mut self) -> bool {
-        for _ in 0..ROWS_A_STEP.div_ceil(M::PARTS) {
-            if self.row == self.num_rows {
-                return false;
-            }
+        for _ in 0..ROWS_A_STEP.div_ceil(M::PARTS).min(self.rows_left) {
             // SAFETY: there is one left; whoever called `begin` vouches for the rest.
             unsafe { self.write_pair() };
-            self.row += 1;
-            if self.row == self.num_rows && self.pair + 1 < self.num_pairs {
-                (self.row, self.pair) = (0, self.pair + 1);
-            }
+            self.sums = self.sums.wrapping_add(M::PARTS * self.num_pairs);
+            self.out = self.out.wrapping_add(self.out_stride);
+            self.rows_left -= 1;
         }
-        self.row < self.num_rows
+        if self.rows_left == 0 && self.num_rows > 0 {
+            self.next_pair();
+        }
+        self.rows_left > 0
     }
 }
 
@@ -168,6 +175,23 @@ impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
 unsafe fn load_columns<S: Simd>(simd: S, sums: *const [[f32; LANES]; 2]) -> [S::V; 2] {
     // SAFETY: passed on.
     unsafe { (*sums).each_ref().map(|sums| simd.load(sums)) }
+}
+
+/// Rounds and stores results of two panels.
+///
+/// # Safety
+/// `out` is writable for them, and nobody else accesses it.
+#[inline(always)]
+unsafe fn store_columns<S: Simd>(simd: S, dtype: Dtype, [first, second]: [S::V; 2], out: *mut u8) {
+    // SAFETY: passed on.
+    unsafe {
+        if dtype == Dtype::Bf16 {
+            simd.store_bf16_pair([first, second], out);
+        } else {
+            store_vector(simd, dtype, first, out);
+            store_vector(simd, dtype, second, out.wrapping_add(LANES * dtype.size()));
+        }
+    }
 }
 
 /// Writes a block.
