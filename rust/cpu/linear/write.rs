@@ -110,10 +110,10 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
         let (simd, out) = (self.simd, self.out);
         // SAFETY: passed on; the parts of a row follow each other.
         unsafe {
-            let sums = |part| load_columns(simd, self.sums.wrapping_add(part * self.num_pairs));
-            let [mut first, mut second] = sums(M::PARTS - 1);
-            for part in (0..M::PARTS - 1).rev() {
-                let [first_part, second_part] = sums(part);
+            let part = |part: usize| self.sums.wrapping_add(part * self.num_pairs);
+            let [mut first, mut second] = load_columns(simd, part(M::PARTS - 1));
+            for idx in (0..M::PARTS - 1).rev() {
+                let [first_part, second_part] = load_columns(simd, part(idx));
                 (first, second) = (simd.add(first, first_part), simd.add(second, second_part));
             }
             if let Some([first_bias, second_bias]) = self.bias.first() {
