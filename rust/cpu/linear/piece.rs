@@ -2,7 +2,8 @@
 //!
 //! Loops from the outside in: chunks of rows that stay in the second-level cache, groups of panels, cuts of K that let
 //! the group stay in the nearest cache while all rows of the chunk pass by, blocks of rows. The innermost step is a
-//! tile. When the last cut of a block is done, its sums are still near: bias, activation and rounding follow, at once
+//! tile. Where a kernel asks for it (`MicroKernel::pass`), rows stay in the nearest cache instead, while a span of
+//! groups passes by. When the last cut of a block is done, its sums are still near: bias, activation and rounding follow, at once
 //! or, where the multiplier is a unit of its own, while the next tile is multiplied.
 
 #![expect(
