@@ -62,8 +62,6 @@ pub(super) struct Tile {
     pub(super) sums_stride: usize,
     /// Whether to go on from what `sums` holds.
     pub(super) resumes: bool,
-    /// Blocks of rows that are multiplied by these panels before the next ones are; this is one of them.
-    pub(super) num_blocks: usize,
     /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
     pub(super) ahead: *const u8,
     /// Bytes from a panel of it to the next.
@@ -260,7 +258,6 @@ impl Piece<'_> {
                         sums: place.wrapping_add((panel - panels.start) * LANES),
                         sums_stride: stride,
                         resumes: first_k > 0,
-                        num_blocks,
                         ahead: ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
                         ahead_stride,
                         ahead_lines: if reads {
