@@ -6,7 +6,7 @@
 //!
 //! Every product needs a tile to be loaded, and its operands bound it. A block of rows stays in the nearest cache while
 //! panels pass by (`Tiles::pass`), which come from the second-level cache without displacing it (`tileloaddt1`).
-//! Measured so, 86% of the products on registers; with panels that stay and rows that pass by it was half of that.
+//! A step along K of such a block took 27 ns so, and 38 where both were loaded alike.
 
 #![expect(
     clippy::inline_always,
