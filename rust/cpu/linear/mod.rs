@@ -7,7 +7,6 @@
 //! | `arithmetic` | how products are summed, one way for a process and a type |
 //! | `thirds` | f32 as sums of three numbers of bf16 |
 //! | `fma`, `dot_bf16`, `amx` | the inner loops: one tile of rows and panels |
-//! | `amx_blocks` | the same for many rows on AMX |
 //! | `piece` | the loops around them: cache blocking |
 //! | `write` | what is done to a sum before it is written, and its way to the result |
 //!
@@ -19,8 +18,6 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
-#[cfg(target_arch = "x86_64")]
-mod amx_blocks;
 mod arithmetic;
 #[cfg(target_arch = "x86_64")]
 mod dot_bf16;

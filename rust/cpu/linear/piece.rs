@@ -2,7 +2,8 @@
 //!
 //! Loops from the outside in: chunks of rows that stay in the second-level cache, groups of panels, cuts of K that let
 //! the group stay in the nearest cache while all rows of the chunk pass by, blocks of rows. The innermost step is a
-//! tile. When the last cut of a block is done, its sums are still near: bias, activation and rounding follow, at once
+//! tile. Where a kernel asks for it (`MicroKernel::pass`), rows stay in the nearest cache instead, while a span of
+//! groups passes by. When the last cut of a block is done, its sums are still near: bias, activation and rounding follow, at once
 //! or, where the multiplier is a unit of its own, while the next tile is multiplied.
 
 #![expect(
@@ -61,8 +62,6 @@ pub(super) struct Tile {
     pub(super) sums_stride: usize,
     /// Whether to go on from what `sums` holds.
     pub(super) resumes: bool,
-    /// Blocks of rows that are multiplied by these panels before the next ones are; this is one of them.
-    pub(super) num_blocks: usize,
     /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
     pub(super) ahead: *const u8,
     /// Bytes from a panel of it to the next.
@@ -259,7 +258,6 @@ impl Piece<'_> {
                         sums: place.wrapping_add((panel - panels.start) * LANES),
                         sums_stride: stride,
                         resumes: first_k > 0,
-                        num_blocks,
                         ahead: ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
                         ahead_stride,
                         ahead_lines: if reads {

@@ -16,7 +16,7 @@ use crate::cpu::isa::{LANES, Simd};
 use crate::cpu::tensor::MatrixView;
 use crate::memory::CACHE_LINE_BYTES;
 
-/// Rows that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
+/// Rows of two panels that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
 const ROWS_A_STEP: usize = 2;
 
 /// Sums of a block of rows that are complete, and not yet written.
@@ -41,27 +41,30 @@ impl Block {
     }
 }
 
-/// Writes a block while a tile is multiplied, which leaves few instructions to each step: it is for sums of two panels
-/// whose columns are all there, and results of the type that layers have.
+/// Writes a block while a tile is multiplied, which leaves few instructions to each step: it is for sums of whole pairs
+/// of panels whose columns are all there, and results in bf16 or f32. Pair by pair, row by row.
 pub(super) struct Writing<'k, S, M> {
     simd: S,
     kernel: PhantomData<M>,
     is_gated: bool,
-    bias: Option<[&'k [f32; LANES]; 2]>,
-    /// Rows that are left.
+    /// Of the pairs that are left; empty if there is none.
+    bias: &'k [[[f32; LANES]; 2]],
     num_rows: usize,
+    /// Pairs in a row of sums, and those of them that are left, the present one included.
+    num_pairs: usize,
+    pairs_left: usize,
+    /// Rows of the present pair that are left.
+    rows_left: usize,
     /// Sums of the next row, or of its first part.
     sums: *const [[f32; LANES]; 2],
-    /// Where its results go.
+    /// Where its results go, and bytes from there to those of the row after it and of the next pair.
     out: *mut u8,
-    /// Bytes from there to those of the row after it.
     out_stride: usize,
+    pair_bytes: usize,
+    dtype: Dtype,
 }
 
 impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
-    /// The type of results. Parts of rows are those of f32.
-    const DTYPE: Dtype = if M::PARTS == 1 { Dtype::Bf16 } else { Dtype::F32 };
-
     /// Begins to write a block; if it is not such a one, it is written at once.
     ///
     /// # Safety
@@ -70,24 +73,79 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
     pub(super) unsafe fn begin(simd: S, call: &'k Linear<'k>, block: &Block) -> Self {
         let (weight, out) = (call.weight, &call.out);
         let is_gated = weight.is_gated();
-        let column = block.panels.start * LANES / if is_gated { 2 } else { 1 };
-        let num_columns = if is_gated { LANES } else { 2 * LANES };
-        let is_plain =
-            out.dtype == Self::DTYPE && block.panels.len() == 2 && column + num_columns <= out.width;
+        let width = if is_gated { LANES } else { 2 * LANES };
+        let column = block.panels.start / 2 * width;
+        let num_pairs = block.panels.len() / 2;
+        let are_pairs = block.panels.start.is_multiple_of(2) && block.panels.len().is_multiple_of(2);
+        let is_plain = out.dtype != Dtype::F16 && are_pairs && column + num_pairs * width <= out.width;
         if !is_plain {
             // SAFETY: passed on.
             unsafe { write_block::<S, M>(simd, call, block) };
         }
         let bias = weight.bias().as_chunks().0.get(block.panels.clone());
+        let num_rows = if is_plain { block.rows.len() } else { 0 };
         Self {
             simd,
             kernel: PhantomData,
             is_gated,
-            bias: bias.and_then(|bias| Some([bias.first()?, bias.get(1)?])),
-            num_rows: if is_plain { block.rows.len() } else { 0 },
+            bias: bias.unwrap_or_default().as_chunks().0,
+            num_rows,
+            num_pairs,
+            pairs_left: num_pairs,
+            rows_left: num_rows,
             sums: block.sums.cast(),
             out: out.at(block.rows.start, column),
             out_stride: out.row_stride * out.dtype.size(),
+            pair_bytes: width * out.dtype.size(),
+            dtype: out.dtype,
+        }
+    }
+
+    /// Writes a row of two panels.
+    ///
+    /// # Safety
+    /// There is one left, and whoever called `begin` vouches for sums and results.
+    #[inline(always)]
+    unsafe fn write_pair(&self) {
+        let (simd, out) = (self.simd, self.out);
+        // SAFETY: passed on; the parts of a row follow each other.
+        unsafe {
+            let part = |part: usize| self.sums.wrapping_add(part * self.num_pairs);
+            let [mut first, mut second] = load_columns(simd, part(M::PARTS - 1));
+            for idx in (0..M::PARTS - 1).rev() {
+                let [first_part, second_part] = load_columns(simd, part(idx));
+                (first, second) = (simd.add(first, first_part), simd.add(second, second_part));
+            }
+            if let Some([first_bias, second_bias]) = self.bias.first() {
+                first = simd.add(first, simd.load(first_bias));
+                second = simd.add(second, simd.load(second_bias));
+            }
+            // The next panels of these rows are written there. A store that finds its line nowhere near holds up those
+            // after it, and at last the tiles.
+            let next = out.wrapping_add(self.pair_bytes.max(CACHE_LINE_BYTES));
+            simd.prefetch(next);
+            if self.pair_bytes > CACHE_LINE_BYTES {
+                simd.prefetch(next.wrapping_add(CACHE_LINE_BYTES));
+            }
+            if self.is_gated {
+                store_vector(simd, self.dtype, simd.mul(silu(simd, first), second), out);
+            } else {
+                store_columns(simd, self.dtype, [first, second], out);
+            }
+        }
+    }
+
+    /// Turns to the first row of the next pair, if there is one.
+    #[inline(always)]
+    fn next_pair(&mut self) {
+        if self.pairs_left > 1 {
+            self.pairs_left -= 1;
+            self.rows_left = self.num_rows;
+            self.bias = self.bias.get(1..).unwrap_or_default();
+            let sums_before = self.num_rows * M::PARTS * self.num_pairs;
+            self.sums = self.sums.wrapping_sub(sums_before).wrapping_add(1);
+            let out = self.out.wrapping_sub(self.num_rows * self.out_stride);
+            self.out = out.wrapping_add(self.pair_bytes);
         }
     }
 }
@@ -95,33 +153,17 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
 impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
     #[inline(always)]
     fn next(&mut self) -> bool {
-        for _ in 0..ROWS_A_STEP.div_ceil(M::PARTS).min(self.num_rows) {
-            let simd = self.simd;
-            // SAFETY: rows of sums follow each other, and whoever called `begin` vouches for them and for the results.
-            unsafe {
-                let [mut first, mut second] = load_columns(simd, self.sums.wrapping_add(M::PARTS - 1));
-                for part in (0..M::PARTS - 1).rev() {
-                    let [first_part, second_part] = load_columns(simd, self.sums.wrapping_add(part));
-                    (first, second) = (simd.add(first, first_part), simd.add(second, second_part));
-                }
-                if let Some([first_bias, second_bias]) = self.bias {
-                    first = simd.add(first, simd.load(first_bias));
-                    second = simd.add(second, simd.load(second_bias));
-                }
-                // The next panels of these rows are written there. A store that finds its line nowhere near holds up
-                // those after it, and at last the tiles.
-                simd.prefetch(self.out.wrapping_add(CACHE_LINE_BYTES));
-                if self.is_gated {
-                    store_vector(simd, Self::DTYPE, simd.mul(silu(simd, first), second), self.out);
-                } else {
-                    store_columns(simd, Self::DTYPE, [first, second], self.out);
-                }
-            }
-            self.sums = self.sums.wrapping_add(M::PARTS);
+        for _ in 0..ROWS_A_STEP.div_ceil(M::PARTS).min(self.rows_left) {
+            // SAFETY: there is one left; whoever called `begin` vouches for the rest.
+            unsafe { self.write_pair() };
+            self.sums = self.sums.wrapping_add(M::PARTS * self.num_pairs);
             self.out = self.out.wrapping_add(self.out_stride);
-            self.num_rows -= 1;
+            self.rows_left -= 1;
         }
-        self.num_rows > 0
+        if self.rows_left == 0 && self.num_rows > 0 {
+            self.next_pair();
+        }
+        self.rows_left > 0
     }
 }
 
@@ -135,7 +177,7 @@ unsafe fn load_columns<S: Simd>(simd: S, sums: *const [[f32; LANES]; 2]) -> [S::
     unsafe { (*sums).each_ref().map(|sums| simd.load(sums)) }
 }
 
-/// Rounds and stores the results of two panels.
+/// Rounds and stores results of two panels.
 ///
 /// # Safety
 /// `out` is writable for them, and nobody else accesses it.
