@@ -122,7 +122,8 @@ impl Layers {
                 bias: std::ptr::null(),
             })
             .collect();
-        let num_layers = (VISITED_BYTES / (in_size * out_size * dtype.size())).max(1);
+        let panel_bytes = in_size * out_size * arithmetic.panel_dtype(dtype).size();
+        let num_layers = (VISITED_BYTES / panel_bytes).max(1);
         Self {
             weights: (0..num_layers)
                 .map(|_| {
@@ -174,7 +175,9 @@ fn linear(criterion: &mut Criterion) {
                 for num_threads in thread_counts() {
                     for num_rows in NUM_ROWS {
                         group.throughput(if num_rows == 1 {
-                            Throughput::Bytes((in_size * out_size * dtype.size()) as u64)
+                            Throughput::Bytes(
+                                (in_size * out_size * arithmetic.panel_dtype(dtype).size()) as u64,
+                            )
                         } else {
                             Throughput::Elements((2 * num_rows * in_size * out_size) as u64)
                         });

@@ -174,9 +174,8 @@ class ModelRunner:
         self.stage = HostStage() if stage is None else stage
         self._graphs: DecodeGraphs | None = None
         # Tokens of the step launched last, for the next one, which may be launched before they are known.
-        # With graphs, which read them where they were when captured, they stay in one place.
+        # They stay in one place, where graphs read them.
         self._sampled = torch.zeros(max_num_rows, dtype=torch.int64, device=self.stage.torch_device)
-        self._has_graphs = False
 
     def new_arena(self, num_words: int) -> NDArray[np.int32]:
         """An arena for the core to write into. It may be written again as soon as `launch` has returned."""
@@ -231,7 +230,6 @@ class ModelRunner:
             assert tokens is not None
             return logits, tokens
 
-        self._has_graphs = True
         with torch.inference_mode(), self.stage.active():
             graphs.capture(compute, progress=progress)
         self._graphs = graphs
@@ -259,10 +257,7 @@ class ModelRunner:
         if not samples:
             return logits, None
         tokens = self.ops.sample(logits, batch.sampling)
-        if self._has_graphs:
-            self._sampled[: len(tokens)].copy_(tokens)
-        else:
-            self._sampled = tokens
+        self._sampled[: len(tokens)].copy_(tokens)
         return logits, tokens
 
     def _launched(

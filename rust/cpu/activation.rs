@@ -61,13 +61,12 @@ impl SiluMul {
     /// # Safety
     /// As `run`.
     pub unsafe fn run_on(&self, isa: Isa) {
-        let num_rows = self.gate.num_rows;
         let rows_per_piece = (PIECE_LEN / self.gate.width.max(1)).max(1);
-        let mut pieces: Vec<usize> = (0..num_rows).step_by(rows_per_piece).collect();
-        pool::for_each(&mut pieces, self.estimated_ns(), |first| {
+        let mut pieces = pool::deal_rows(self.gate.num_rows, rows_per_piece);
+        pool::for_each(&mut pieces, self.estimated_ns(), |rows| {
             isa.run(ActivateRows {
                 call: self,
-                rows: *first..num_rows.min(*first + rows_per_piece),
+                rows: rows.clone(),
             });
         });
     }

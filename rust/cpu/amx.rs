@@ -3,8 +3,8 @@
 //! A tile register is sixteen rows of 64 bytes. One instruction multiplies sixteen rows of 32 bf16 by sixteen columns
 //! of 32 and adds the products to sixteen rows of sixteen f32: 16,384 operations. Numbers too small for a normal bf16
 //! or f32 count as zero. The compiler knows none of the registers, so what they hold stays from one function here to
-//! the next; nothing else may use them meanwhile. Called by attention (`tile_amx`, `prompt_amx`), and by `linear/amx` and
-//! `peak`, which have loops of their own.
+//! the next; nothing else may use them meanwhile. Called by attention (`tile_amx`, `prompt_amx`, `few_rows`), and by
+//! `linear/amx` and `peak`, which have loops of their own.
 
 #![cfg_attr(
     target_arch = "x86_64",

@@ -90,12 +90,12 @@ impl Kernel for ComputeJob<'_, '_> {
         let (_configured, lead_slots) = match tile_amx::suits(simd, &self.call.query, cache) {
             None => (None, LEAD_SLOTS),
             Some(amx) => {
+                let configured = tile_amx::Configured::new(amx);
                 let num_rows = self
                     .pieces
                     .iter()
                     .map(|piece| plan.num_rows(&plan.tiles[piece.tile]));
                 let most_rows = num_rows.max().unwrap_or(0);
-                let configured = tile_amx::Configured::new(amx);
                 (Some(configured), tile_amx::lead_slots(cache, most_rows))
             }
         };

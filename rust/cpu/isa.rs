@@ -18,6 +18,9 @@ use super::level::Level;
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
 
+/// The bits of an f32 that a bf16 has.
+pub(crate) const UPPER_HALF: u32 = 0xffff_0000;
+
 /// The least argument whose power of two is computed; below it the result is zero, where f32 begins to lose digits.
 const EXP2_MIN: f32 = -126.0;
 
@@ -238,7 +241,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn upper_half(self, v: Self::V) -> Self::V {
-        lanes(|i| f32::from_bits(v[i].to_bits() & 0xffff_0000))
+        lanes(|i| f32::from_bits(v[i].to_bits() & UPPER_HALF))
     }
     #[inline(always)]
     fn power_of_two(self, low_bits: Self::V) -> Self::V {

@@ -34,7 +34,7 @@ pub enum Level {
     Avx512,
     /// And its products of bf16, for weights in bf16.
     Avx512Bf16,
-    /// And matrix tiles, for weights and caches in bf16.
+    /// And matrix tiles, for weights that are numbers of bf16 and caches in bf16.
     AmxBf16,
 }
 

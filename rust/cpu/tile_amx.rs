@@ -11,10 +11,10 @@
 //!
 //! Rows are taken two groups of sixteen at a time (`prompt_amx`). Where there are few, as in the decodes of one sequence,
 //! which are as many rows as query heads share a key head, nothing is packed, and vectors multiply the values, with the
-//! same bits (`few_rows`). A row's numbers do not depend on
-//! the others in its matrices: a position that it does not see has a weight of zero, and adds zero. Only zero times
-//! infinity or NaN would not be zero; where a row of the tile sees such a value and another one does not, the tokens of the
-//! tile are computed one by one. Slots behind what the tile sees may be read, but only into scores that nobody looks at.
+//! same bits (`few_rows`). A row's numbers do not depend on the others in its matrices: a position that it does not see
+//! has a weight of zero, and adds zero. Only zero times infinity or NaN would not be zero; where a row of the tile sees
+//! such a value and another one does not, the tokens of the tile are computed one by one. Slots behind what the tile sees
+//! may be read, but only into scores that nobody looks at.
 
 #![expect(
     clippy::inline_always,

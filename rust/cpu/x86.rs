@@ -27,12 +27,10 @@ use std::arch::x86_64::{
 };
 
 use super::amx::Amx;
-use super::isa::{Kernel, LANES, Simd};
+use super::isa::{Kernel, LANES, Simd, UPPER_HALF};
 
 /// Bits of 1.0, as the instructions take them.
 const ONE_BITS: i32 = 0x3f80_0000;
-/// The bits of a number that a bf16 has.
-const UPPER_HALF: i32 = -0x1_0000;
 
 /// The instructions that the kernels use or will use, by name.
 pub(super) fn features() -> Vec<&'static str> {
@@ -186,7 +184,7 @@ impl Simd for Avx512 {
         fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
         fn max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
         fn upper_half(v: __m512) -> __m512 = _mm512_castsi512_ps(
-            _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(UPPER_HALF)));
+            _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(UPPER_HALF.cast_signed())));
         fn power_of_two(low_bits: __m512) -> __m512 = _mm512_castsi512_ps(_mm512_add_epi32(
             _mm512_slli_epi32::<23>(_mm512_castps_si512(low_bits)),
             _mm512_set1_epi32(ONE_BITS),
@@ -323,7 +321,7 @@ impl Simd for Avx2 {
         fn mul_add(a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_fmadd_ps(a, b, c));
         fn max(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = halves!(_mm256_max_ps(a, b));
         fn upper_half(v: [__m256; 2]) -> [__m256; 2] = {
-            let mask = _mm256_castsi256_ps(_mm256_set1_epi32(UPPER_HALF));
+            let mask = _mm256_castsi256_ps(_mm256_set1_epi32(UPPER_HALF.cast_signed()));
             [_mm256_and_ps(v[0], mask), _mm256_and_ps(v[1], mask)]
         };
         fn power_of_two(low_bits: [__m256; 2]) -> [__m256; 2] = halves!(power_of_two_avx2(low_bits));

@@ -69,6 +69,16 @@ struct Fence {
 }
 
 impl StepInFlight {
+    /// Rows to sample from.
+    pub(super) fn num_rows(&self) -> u32 {
+        self.parts.iter().map(|part| part.num_rows).sum()
+    }
+
+    /// Tokens that the step before samples.
+    pub(super) fn num_followers(&self) -> usize {
+        self.parts.iter().filter(|part| part.source >= 0).count()
+    }
+
     pub(super) fn num_tokens(&self) -> u32 {
         self.parts.iter().map(|part| part.num_tokens).sum()
     }

@@ -346,20 +346,21 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let beam_rows = self.beam_rows();
         let num_swaps_out = self.order_swaps();
-        let parts = &self.building.parts;
-        let mut header = StepHeader {
+        let sampled = self.building.parts.iter().filter(|part| part.num_rows > 0);
+        let num_logprobs = sampled.map(|part| self.sequences.get(part.seq).words.num_logprobs());
+        let header = StepHeader {
             step_id: self.step_id,
             num_tokens: self.building.num_tokens(),
-            num_sequences: count(parts.len()),
+            num_sequences: count(self.building.parts.len()),
             num_decodes,
-            num_rows: parts.iter().map(|part| part.num_rows).sum(),
+            num_rows: self.building.num_rows(),
             num_copies: count(self.copies.len()),
             num_swaps_out: count(num_swaps_out),
             num_swaps_in: count(self.swaps.len() - num_swaps_out),
             num_ended: count(num_ended),
             num_beam_rows: count(beam_rows.len()),
-            num_followers: count(parts.iter().filter(|part| part.source >= 0).count()),
-            num_logprobs: -1,
+            num_followers: count(self.building.num_followers()),
+            num_logprobs: num_logprobs.max().unwrap_or(-1),
         };
         let num_table_blocks = (self.building.parts.iter())
             .map(|part| self.config.blocks_for(part.num_computed + part.num_tokens) as usize)
@@ -394,7 +395,6 @@ impl Scheduler {
                 words: &sequence.words,
             });
         }
-        header.num_logprobs = writer.num_logprobs();
         self.report_ended(num_ended);
         let rows = writer.finish(
             &self.copies,

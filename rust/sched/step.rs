@@ -145,6 +145,11 @@ impl RowWords {
         }
     }
 
+    /// Log-probabilities that the rows ask for; -1 for none.
+    pub(super) const fn num_logprobs(&self) -> i32 {
+        self.sampling[NUM_LOGPROBS]
+    }
+
     /// The same rows for another sample.
     pub(super) const fn of_sample(mut self, sample_index: u32) -> Self {
         self.sampling[SAMPLE_INDEX] = sample_index.cast_signed();
@@ -432,12 +437,6 @@ impl<'a> Writer<'a> {
         sampling[POSITION] = position;
         self.rows[self.num_rows] = words.row;
         self.num_rows += 1;
-    }
-
-    /// The most log-probabilities that a row written so far asks for; -1 if none does.
-    pub(super) fn num_logprobs(&self) -> i32 {
-        let rows = self.sampling[..self.num_rows].iter();
-        rows.map(|row| row[NUM_LOGPROBS]).max().unwrap_or(-1)
     }
 
     /// Writes the copies, the swaps, the sequences that ended and the rows of beams with the candidates that are wanted of them, and

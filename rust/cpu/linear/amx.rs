@@ -1,8 +1,8 @@
 //! Tiles of AMX: `tdpbf16ps` multiplies 16 rows of 32 elements by 16 columns.
 //!
 //! Rust has no stable intrinsics for it, so the loops are assembly. A block of 32 rows by two panels keeps four tiles
-//! of sums, two of x and two of weights: the eight that there are. Up to 16 rows are multiplied by four panels at a
-//! time.
+//! of sums, two of x and two of weights: the eight that there are. Up to 16 rows alone are multiplied by four panels at
+//! a time, behind blocks of 32 by two.
 //!
 //! Every product needs a tile to be loaded, and its operands bound it. A block of rows stays in the nearest cache while
 //! panels pass by (`Tiles::pass`), which come from the second-level cache without displacing it (`tileloaddt1`).
@@ -21,6 +21,15 @@ use super::piece::{Meanwhile, MicroKernel, Tile, chunk_step};
 use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
 use crate::memory::CACHE_LINE_BYTES;
+
+/// Bytes of the panels that a block of rows passes by before the next block does, a part of the second-level cache: the
+/// first block has them come there from memory.
+const SPAN_BYTES: usize = 384 << 10;
+/// Steps along K between what is multiplied and what is asked for from memory: 8 KB of each panel.
+const LEAD_STEPS: usize = 8;
+/// Bytes of a step along K in a panel, one tile, and its cache lines.
+const STEP_BYTES: usize = TILE_LEN * ROW_BYTES;
+const STEP_LINES: usize = STEP_BYTES / CACHE_LINE_BYTES;
 
 /// Rows of the upper and of the lower tiles, as configured; none at first.
 pub(super) type Shape = Cell<(usize, usize)>;
@@ -56,15 +65,6 @@ impl<'a, const PARTS: usize> Tiles<'a, PARTS> {
         self.shape.set((upper, lower));
     }
 }
-
-/// Bytes of the panels that a block of rows passes by before the next block does, a part of the second-level cache: the
-/// first block has them come there from memory.
-const SPAN_BYTES: usize = 384 << 10;
-/// Steps along K between what is multiplied and what is asked for from memory: 8 KB of each panel.
-const LEAD_STEPS: usize = 8;
-/// Bytes of a step along K in a panel, one tile, and its cache lines.
-const STEP_BYTES: usize = TILE_LEN * ROW_BYTES;
-const STEP_LINES: usize = STEP_BYTES / CACHE_LINE_BYTES;
 
 /// Asks for what is read next from memory, in small parts between the instructions of a tile.
 ///
@@ -347,6 +347,7 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
                     sums: tile
                         .sums
                         .wrapping_add(first_row * tile.sums_stride + panel * LANES),
+                    ahead: tile.ahead.wrapping_add(panel * tile.ahead_stride),
                     ..*tile
                 };
                 // SAFETY: a part of what the caller vouches for.

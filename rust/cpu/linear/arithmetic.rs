@@ -1,5 +1,5 @@
-//! How products are summed. One arithmetic serves all calls of a process with weights of a type, since the last bits
-//! of results differ between them.
+//! How products are summed. One arithmetic serves all calls of a process with weights of a type (of f32 two: see
+//! below), since the last bits of results differ between them.
 //!
 //! | | an element's sum | where |
 //! |---|---|---|

@@ -136,9 +136,10 @@ impl Linear<'_> {
     /// What each thread multiplies: of many rows a part, by all panels, so that what the kernels before and after this
     /// one do with these rows finds them in the same cache; of fewer rows all, by a part of the panels, each of which
     /// is then read by one thread.
-    fn shares(&self, num_rows: usize) -> Vec<Share> {
-        let num_threads = pool::num_threads();
-        if num_rows / num_threads < ROWS_OF_THREAD {
+    fn shares(&self) -> Vec<Share> {
+        let (num_threads, parts) = (pool::num_threads(), self.weight.arithmetic().parts());
+        let num_rows = parts * self.x.num_rows;
+        if self.x.num_rows / num_threads < ROWS_OF_THREAD {
             let shares = self.weight.shares(num_threads).into_iter();
             return shares
                 .map(|panels| Share {
@@ -147,7 +148,7 @@ impl Linear<'_> {
                 })
                 .collect();
         }
-        let step = piece::chunk_step(self.weight.arithmetic().parts());
+        let step = piece::chunk_step(parts);
         let cut = |idx| cut_rows(&(0..num_rows), step, idx, num_threads);
         (0..num_threads)
             .map(|idx| Share {
@@ -160,7 +161,7 @@ impl Linear<'_> {
     /// Cuts each share into chunks of rows, and these along N, so that a thread that started late leaves some to the
     /// others. The pieces of the shares come by turns, as the pool deals them.
     fn pieces<'k>(&'k self, x: &MatrixView, next: Option<&PackedWeight>) -> Vec<piece::Piece<'k>> {
-        let shares = self.shares(x.num_rows);
+        let shares = self.shares();
         let most_rows = shares.iter().map(|share| share.rows.len()).max().unwrap_or(0);
         let arithmetic = self.weight.arithmetic();
         let (parts, step) = (arithmetic.parts(), piece::chunk_step(arithmetic.parts()));
@@ -168,7 +169,7 @@ impl Linear<'_> {
         let group = arithmetic.group_panels(most_rows.div_ceil(num_chunks));
         let fewest_panels = shares.iter().map(|share| share.panels.len()).min().unwrap_or(0);
         let num_turns = fewest_panels.div_ceil(group).clamp(1, PIECES_PER_THREAD);
-        let next = next.map(|weight| (weight, Linear { weight, ..*self }.shares(x.num_rows)));
+        let next = next.map(|weight| (weight, Linear { weight, ..*self }.shares()));
         let mut pieces = Vec::with_capacity(num_chunks * num_turns * shares.len());
         for chunk in 0..num_chunks {
             for turn in 0..num_turns {

@@ -3,8 +3,8 @@
 //! Loops from the outside in: chunks of rows that stay in the second-level cache, groups of panels, cuts of K that let
 //! the group stay in the nearest cache while all rows of the chunk pass by, blocks of rows. The innermost step is a
 //! tile. Where a kernel asks for it (`MicroKernel::pass`), rows stay in the nearest cache instead, while a span of
-//! groups passes by. When the last cut of a block is done, its sums are still near: bias, activation and rounding follow, at once
-//! or, where the multiplier is a unit of its own, while the next tile is multiplied.
+//! groups passes by. When the last cut of a block is done, its sums are still near: bias, activation and rounding
+//! follow, at once or, where the multiplier is a unit of its own, while the next tile is multiplied.
 
 #![expect(
     clippy::inline_always,
@@ -242,10 +242,11 @@ impl Piece<'_> {
                 };
                 for panel in panels.clone().step_by(max_panels) {
                     let num_panels = max_panels.min(panels.end - panel);
-                    let num_steps = (next_k - first_k) / step;
                     let lines = (num_panels * step_bytes).div_ceil(CACHE_LINE_BYTES);
+                    // The blocks of rows and the cuts share the lines out.
                     let share = lines.div_ceil(num_blocks);
-                    let lines_before = first_k / step * lines + idx * share * num_steps;
+                    let lines_before = first_k / step * lines + idx * share * ((next_k - first_k) / step);
+                    let own_lines = share.min(lines.saturating_sub(idx * share));
                     let (ahead, ahead_stride) = self.ahead(&panels, panel);
                     let tile = Tile {
                         num_rows: block_rows.len(),
@@ -260,11 +261,7 @@ impl Piece<'_> {
                         resumes: first_k > 0,
                         ahead: ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
                         ahead_stride,
-                        ahead_lines: if reads {
-                            share.min(lines.saturating_sub(idx * share))
-                        } else {
-                            0
-                        },
+                        ahead_lines: if reads { own_lines } else { 0 },
                     };
                     let complete = std::mem::replace(&mut sums.complete, Block::empty());
                     // SAFETY: the caller of `Linear::run` vouches for x and the results; panels and sums are ours, and

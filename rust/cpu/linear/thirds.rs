@@ -2,9 +2,10 @@
 //!
 //! An f32 has 24 binary digits and a bf16 eight: the upper half of its bits is a bf16, the upper half of what is left
 //! another one, and what is left then a third. So a row of x becomes three rows, and where the weights are numbers of
-//! bf16 nothing is lost: every product is exact, and sums are in f32. Only what is below 2^-126 is taken for zero. The
-//! splitting is known from emulations of f32 on matrix units (Henry, Tang, Heinecke: Leveraging the bfloat16 artificial
-//! intelligence datatype for higher-precision computations, 2019); there both sides are split.
+//! bf16 nothing is lost: every product is exact, and sums are in f32. Only what is below 2^-126 is taken for zero, and
+//! where x or a weight is infinite the result may be NaN instead. The splitting is known from emulations of f32 on matrix
+//! units (Henry, Tang, Heinecke: Leveraging the bfloat16 artificial intelligence datatype for higher-precision
+//! computations, 2019); there both sides are split.
 
 #![expect(clippy::cast_ptr_alignment, reason = "whoever gives f32 gives them aligned")]
 #![expect(
@@ -16,7 +17,7 @@ use std::ops::Range;
 
 use super::packed::Part;
 use crate::cpu::element::Dtype;
-use crate::cpu::isa::{Isa, Kernel, LANES, Simd};
+use crate::cpu::isa::{Isa, Kernel, LANES, Simd, UPPER_HALF};
 use crate::cpu::pool;
 use crate::cpu::tensor::MatrixView;
 
@@ -28,9 +29,6 @@ const ROWS_PER_PIECE: usize = 8;
 
 /// Elements that a thread splits or looks at in a nanosecond, for the estimate of the duration.
 const ELEMENTS_PER_NS: usize = 2;
-
-/// The bits of an f32 that a bf16 has.
-const UPPER_HALF: u32 = 0xffff_0000;
 
 /// The bf16 that an f32 begins with.
 pub(super) fn upper_half(bits: u32) -> u16 {
