@@ -234,6 +234,10 @@ class FakeEngine:
     def is_alive(self) -> bool:
         return not self.dead
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.running)
+
     def stats(self) -> dict[str, int]:
         stats = dict.fromkeys(STAT_NAMES.split(), 0)
         in_use = {

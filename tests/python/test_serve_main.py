@@ -1,5 +1,7 @@
 """`python -m pagedkv.serve` as a process: how it starts, what it says, how it ends."""
 
+import asyncio
+import gc
 import json
 import os
 import re
@@ -20,7 +22,10 @@ from typing import Any
 import openai
 import pytest
 
-from pagedkv.serve.command import StartError, bind, greeting, run
+from fake_engine import FakeEngine
+from pagedkv.serve.app import build_app
+from pagedkv.serve.command import StartError, bind, greeting, run, serve
+from pagedkv.serve.served import ServeOptions
 from tiny_llm import make_checkpoint
 
 START_S = 180
@@ -246,6 +251,21 @@ def test_missing_extension_is_one_clear_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("pagedkv: the extension pagedkv._core is not built; run `make build`")
+
+
+async def test_objects_that_stay_are_left_out_of_collections(capfd: pytest.CaptureFixture[str]) -> None:
+    app = build_app(FakeEngine(), ServeOptions(("mock",), "mock-root"))
+    with bind("127.0.0.1", 0) as bound:
+        serving = asyncio.create_task(serve(app, "127.0.0.1", bound))
+        try:
+            while "mock" not in capfd.readouterr().out:
+                assert not serving.done()
+                await asyncio.sleep(0.01)
+            assert gc.get_freeze_count() > 10_000
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(serving, 30)
+        finally:
+            gc.unfreeze()
 
 
 def test_bound_port_refuses_connections_until_it_listens() -> None:
