@@ -164,7 +164,8 @@ class StepBatch:
         directory = _directory(arena.numpy())
         words = arena if placed is None else placed
         tensors: dict[str, Any] = {name: _view(words, directory, name) for name in _TENSORS}
-        sampling = SamplingRows(_view(arena, directory, "sampling"), _view(words, directory, "sampling"))
+        placed_rows = None if placed is None else _view(placed, directory, "sampling")
+        sampling = SamplingRows(_view(arena, directory, "sampling"), placed_rows)
         return StepBatch(**tensors, sampling=sampling, num_decodes=num_decodes)
 
 

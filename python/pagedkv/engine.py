@@ -99,7 +99,10 @@ class Engine:
         return question(self.core)
 
     def use_idle_time(self) -> bool:
-        """Makes a little of the cache ready for sequences to come. False: nothing is to be done."""
+        """Makes a little of the cache ready for sequences to come. False: nothing is to be done.
+
+        Any thread may call this, one at a time, while no step is taken.
+        """
         stats = self.edge.stats()
         return self.runner.make_ready(stats["blocks_total"] - stats["blocks_free"])
 

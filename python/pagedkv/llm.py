@@ -15,6 +15,7 @@ from pagedkv.engine import Engine
 from pagedkv.errors import InvalidRequest, QueueFull
 from pagedkv.explanation import Explanation
 from pagedkv.holds import Keeping
+from pagedkv.idle import IdleThread
 from pagedkv.outputs import RequestOutput
 from pagedkv.ranked import BeamState
 from pagedkv.request import Prompt, Prompts, Request, params_for, split_prompts
@@ -38,6 +39,8 @@ class LLM(BaseLLM, CacheControl):
         self._engine = engine
         # Whoever steps the engine takes the events of all requests, so only one call may be at it.
         self._turn = threading.RLock()
+        self._idle = IdleThread(engine)
+        self._idle.resume()
 
     def generate(
         self,
@@ -204,7 +207,11 @@ class LLM(BaseLLM, CacheControl):
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestState]:
         self._engine.require_own_process()
         with self._turn:
-            return self._run_alone(requests, use_tqdm=use_tqdm)
+            self._idle.pause()
+            try:
+                return self._run_alone(requests, use_tqdm=use_tqdm)
+            finally:
+                self._idle.resume()
 
     def _run_alone(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestState]:
         waiting = deque(requests)

@@ -76,7 +76,8 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     plan = plan_memory(config, opened, ops)
     num_host_blocks = plan_host(config, opened, plan)
     core = _make_core(config, plan, eos_token_ids, num_host_blocks)
-    loaded = opened.read(progress=sys.stderr.isatty())
+    packs = device.type == "cpu" and _core.cpu_isa() != "portable"
+    loaded = opened.read(borrow=packs, progress=sys.stderr.isatty())
     logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
     loaded.model.pack(ops, release=True, progress=sys.stderr.isatty())
     if isinstance(ops, CudaOps) and not _size_option(config):

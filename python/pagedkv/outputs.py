@@ -13,12 +13,12 @@ class Logprob:
     Attributes:
         logprob: natural logarithm.
         rank: 1 for the most likely token. None for a sampled token that is not among the ones asked for.
-        decoded_token: the token as text.
+        decoded_token: the token as text; None with `detokenize=False`.
     """
 
     logprob: float
     rank: int | None
-    decoded_token: str
+    decoded_token: str | None
 
 
 # One dict per generated token: the sampled token first, then the most likely ones that were asked for.
@@ -32,6 +32,7 @@ class CompletionOutput:
     Attributes:
         index: which of the n answers.
         text: the text so far; it only grows. Text that may turn out to be part of a stop string is held back.
+            Empty with `detokenize=False`.
         token_ids: the generated tokens, with the one that ended the answer. Where a stop string ended it, up
             to the token that completed the stop string.
         finish_reason: "stop", "length" or "abort"; None while it goes on.
@@ -61,7 +62,7 @@ class SampleChange:
         finish_reason: "stop", "length" or "abort" in the last change of the answer, None before.
         stop_reason: as in `CompletionOutput`.
         text_offsets: per new token, where in the whole text it begins; all parts of a character begin where
-            it begins. None where logprobs is.
+            it begins. None where logprobs is, and with `detokenize=False`.
     """
 
     index: int

@@ -50,7 +50,7 @@ class BestOfState(RequestState):
             sample.index = place
             if params.logprobs is None:
                 # They were only needed here.
-                sample.logprobs = None
+                sample.logprobs = sample.text_offsets = None
         return best
 
 

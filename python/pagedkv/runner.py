@@ -174,7 +174,7 @@ class ModelRunner:
         self.stage = HostStage() if stage is None else stage
         self._graphs: DecodeGraphs | None = None
         # Tokens of the step launched last, for the next one, which may be launched before they are known.
-        # They stay in one place, where graphs read them.
+        # With graphs they stay in one place, where these read them.
         self._sampled = torch.zeros(max_num_rows, dtype=torch.int64, device=self.stage.torch_device)
 
     def new_arena(self, num_words: int) -> NDArray[np.int32]:
@@ -230,9 +230,9 @@ class ModelRunner:
             assert tokens is not None
             return logits, tokens
 
+        self._graphs = graphs
         with torch.inference_mode(), self.stage.active():
             graphs.capture(compute, progress=progress)
-        self._graphs = graphs
 
     def _placed(self, header: StepCounts, arena: NDArray[np.int32]) -> tuple[Tensor, Compute]:
         """Sends a step to the device; returns the copies that come first, and what enqueues the rest."""
@@ -257,7 +257,10 @@ class ModelRunner:
         if not samples:
             return logits, None
         tokens = self.ops.sample(logits, batch.sampling)
-        self._sampled[: len(tokens)].copy_(tokens)
+        if self._graphs is None:
+            self._sampled = tokens
+        else:
+            self._sampled[: len(tokens)].copy_(tokens)
         return logits, tokens
 
     def _launched(

@@ -47,6 +47,9 @@ class SamplingParams:
         ignore_eos: go on after the model's end tokens.
         logprobs: log-probabilities of the generated tokens. 0: only theirs; k: of the k most likely tokens as
             well.
+        detokenize: make the text. False: `text` stays empty, tokens and log-probabilities are given by their
+            ids alone, and stop strings, which are looked for in the text, are refused. Over HTTP answers are
+            texts, so requests there have no such field.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: leave the stop text, or the token that ended the answer, in the text.
         cache_priority: "low" has the blocks that the request computes evicted first once it has ended, unless
@@ -66,6 +69,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_priority: CachePriority = "normal"
@@ -87,13 +91,15 @@ class SamplingParams:
             self._check_int("max_tokens", 1, None, "an integer >= 1, or none for what the context leaves")
         if self.logprobs is not None:
             self._check_int("logprobs", 0, MAX_LOGPROBS, f"an integer in 0..{MAX_LOGPROBS}, or none")
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_bool(InvalidRequest, name, getattr(self, name))
         if self.cache_priority not in ("normal", "low"):
             raise refusal(InvalidRequest, "cache_priority", self.cache_priority, '"normal" or "low"')
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if self.stop and not self.detokenize:
+            raise refusal(InvalidRequest, "stop", self.stop, "none where detokenize is false")
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
 
     def _check_int(self, field: str, low: int, high: int | None, allowed: str) -> None:

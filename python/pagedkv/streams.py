@@ -47,13 +47,14 @@ class SampleState:
         "token_ids",
     )
 
-    def __init__(self, index: int, text: SequenceText, *, with_logprobs: bool) -> None:
+    def __init__(self, index: int, text: SequenceText | None, *, with_logprobs: bool) -> None:
+        """Begins an answer; `text` is None if nobody wants it as text."""
         self.index = index
         self.text = text
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
-        # As in `SampleChange`, kept where there are log-probabilities.
-        self.text_offsets: list[int] = []
+        # As in `SampleChange`.
+        self.text_offsets: list[int] | None = [] if with_logprobs and text is not None else None
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -62,14 +63,20 @@ class SampleState:
         self._num_taken = 0
         self._took_end = False
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the text has found a stop string."""
+        return self.text is not None and self.text.stopped
+
     def add_text(self, token_id: int) -> None:
-        """Brings a token to the text."""
-        self._new_text.append(self.text.add(token_id))
+        """Brings a token to the text, if there is to be one."""
+        if self.text is not None:
+            self._new_text.append(self.text.add(token_id))
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Ends the answer and shows what was held back."""
         self.finish_reason, self.stop_reason = reason, stop_reason
-        if not self.text.stopped:
+        if self.text is not None and not self.text.stopped:
             self._new_text.append(self.text.end())
             if self.text.stopped:
                 self.cut_at_stop_string()
@@ -79,12 +86,14 @@ class SampleState:
 
         At most the token that has just come is dropped, so nothing that was given out is taken back.
         """
+        assert self.text is not None, "stop strings are found in a text"
         num_tokens = self.text.stop_at_tokens
         assert num_tokens is not None, "the text has found a stop string"
         if self.logprobs is not None:
             beyond = zip(self.token_ids[num_tokens:], self.logprobs[num_tokens:], strict=True)
             self.cumulative_logprob -= sum(entry[token_id].logprob for token_id, entry in beyond)
             del self.logprobs[num_tokens:]
+        if self.text_offsets is not None:
             del self.text_offsets[num_tokens:]
         del self.token_ids[num_tokens:]
         self.finish_reason, self.stop_reason = "stop", self.text.stop_string
@@ -106,14 +115,14 @@ class SampleState:
             logprobs=None if self.logprobs is None else self.logprobs[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            text_offsets=None if self.logprobs is None else self.text_offsets[start:],
+            text_offsets=None if self.text_offsets is None else self.text_offsets[start:],
         )
 
     def output(self) -> CompletionOutput:
         """The answer so far, as data of its own."""
         return CompletionOutput(
             index=self.index,
-            text=self.text.text,
+            text="" if self.text is None else self.text.text,
             token_ids=self.token_ids.copy(),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -143,19 +152,21 @@ class RequestState:
         self.num_cached_tokens = 0
         self._tokenizer = tokenizer
         self.samples = [
-            SampleState(
-                idx,
-                SequenceText(
-                    tokenizer,
-                    params.stop_strings,
-                    params.include_stop_str_in_output,
-                    params.skip_special_tokens,
-                    at_start=False,
-                ),
-                with_logprobs=self._needs_logprobs,
-            )
+            SampleState(idx, self._new_text(), with_logprobs=self._needs_logprobs)
             for idx in range(params.num_samples)
         ]
+
+    def _new_text(self) -> SequenceText | None:
+        params = self.request.params
+        if not params.detokenize:
+            return None
+        return SequenceText(
+            self._tokenizer,
+            params.stop_strings,
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+            at_start=False,
+        )
 
     @property
     def _needs_logprobs(self) -> bool:
@@ -189,12 +200,13 @@ class RequestState:
             assert report.logprobs is not None, "the runner gives log-probabilities to every row that asked"
             entry = self._token_logprobs(token_id, row, report.logprobs)
             sample.logprobs.append(entry)
-            sample.text_offsets.append(sample.text.offset_of(token_id))
+            if sample.text is not None and sample.text_offsets is not None:
+                sample.text_offsets.append(sample.text.offset_of(token_id))
             sample.cumulative_logprob += entry[token_id].logprob
         params = self.request.params
         if state != STOP or params.include_stop_str_in_output:
             sample.add_text(token_id)
-            if sample.text.stopped:
+            if sample.stopped:
                 num_tokens = sample.cut_at_stop_string()
                 # A session that the core has made of the answer is cut as well.
                 return num_tokens if state == RUNNING or self.request.promise is not None else None
@@ -202,7 +214,7 @@ class RequestState:
             sample.finish("stop", token_id if token_id in params.stop_ids else None)
         elif state != RUNNING:
             sample.finish("length")
-        if sample.text.stopped and self.request.promise is not None:
+        if sample.stopped and self.request.promise is not None:
             return len(sample.token_ids)
         return None
 
@@ -271,8 +283,8 @@ class RequestState:
                 result[top_id] = Logprob(value, place, self._text_of(top_id))
         return result
 
-    def _text_of(self, token_id: int) -> str:
-        return self._tokenizer.token(token_id)
+    def _text_of(self, token_id: int) -> str | None:
+        return self._tokenizer.token(token_id) if self.request.params.detokenize else None
 
 
 class Streams:

@@ -1,15 +1,21 @@
 """The memory of keys and values."""
 
 import asyncio
+import gc
 import mmap
 import resource
+import subprocess
+import sys
 import time
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from pagedkv import LLM
 from pagedkv.kv_cache import READY_BYTES, FirstTouch, KVCache
-from tiny_llm import Checkpoint, async_engine
+from tiny_llm import GREEDY, Checkpoint, async_engine
 
 
 @pytest.mark.parametrize("num_blocks", [3, 4000])
@@ -67,3 +73,42 @@ async def test_an_idle_engine_makes_its_cache_ready(checkpoint: Checkpoint) -> N
         while cache._first_touch._num_blocks <= cache.num_blocks:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
+
+
+def test_between_its_calls_an_llm_makes_its_cache_ready(checkpoint: Checkpoint) -> None:
+    llm = LLM(**checkpoint.options | {"num_blocks": 100_000})
+    touch = llm._engine.runner.kv_cache._first_touch
+    wait_for(lambda: touch._num_blocks > 0)
+    for _ in range(3):
+        llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+        # As long as a call goes on nothing is touched beside it, and then it goes on.
+        llm._idle.pause()
+        done = touch._num_blocks, touch._num_tensors
+        time.sleep(0.01)
+        assert (touch._num_blocks, touch._num_tensors) == done
+        llm._idle.resume()
+        wait_for(lambda done=done: (touch._num_blocks, touch._num_tensors) > done)
+
+
+def test_an_idle_thread_keeps_no_engine(checkpoint: Checkpoint) -> None:
+    llm = LLM(**checkpoint.options | {"num_blocks": 100_000})
+    engine, thread = weakref.ref(llm._engine), llm._idle._thread
+    del llm
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert engine() is None
+
+
+def test_a_process_may_end_while_the_cache_is_made_ready(checkpoint: Checkpoint) -> None:
+    options = checkpoint.options | {"num_blocks": 100_000}
+    script = f"from pagedkv import LLM\nllm = LLM(**{options!r})\nassert llm._idle._thread.is_alive()"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -12,11 +12,8 @@ def test_the_defaults():
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (params.seed, params.max_tokens, params.logprobs) == (None, 16, None)
     assert (params.stop, params.stop_strings, params.stop_ids) == ((), None, ())
-    assert (params.ignore_eos, params.skip_special_tokens, params.include_stop_str_in_output) == (
-        False,
-        True,
-        False,
-    )
+    assert (params.ignore_eos, params.detokenize, params.skip_special_tokens) == (False, True, True)
+    assert not params.include_stop_str_in_output
 
 
 @pytest.mark.parametrize(
@@ -53,6 +50,7 @@ def test_the_edges_of_what_is_allowed(field, values):
         ("stop", ["", ["a", ""], [1], 5, b"a"], "a text or a list of texts, none of them empty"),
         ("stop_token_ids", [5, "5"], "a list of token ids"),
         ("ignore_eos", [0, None, "true"], "true or false"),
+        ("detokenize", [0, None, "no"], "true or false"),
         ("skip_special_tokens", [1], "true or false"),
         ("include_stop_str_in_output", [1], "true or false"),
     ],

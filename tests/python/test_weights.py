@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from arena_writer import PagedRun
 from pagedkv.errors import ModelError
-from pagedkv.models import load_model, read_config, resolve
+from pagedkv.models import load_model, open_model, read_config, resolve
 from pagedkv.models.hf_config import read_hf_config
 from pagedkv.ops import reference
 from tiny_models import make_tiny
@@ -54,6 +54,26 @@ def test_shards_load_like_one_file(tiny: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
     assert torch.equal(logits(tmp_path / "sharded"), logits(tiny))
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm"])
+def test_only_what_is_packed_stays_in_the_mapped_file(family: str, tmp_path: Path) -> None:
+    make_tiny(family, tmp_path)
+    opened = open_model(tmp_path, "float32")
+    borrowed = opened.read(borrow=True)
+    in_file = {
+        name: parameter.data_ptr() == opened.checkpoint.tensor(opened.sources[name]).data_ptr()
+        for name, parameter in borrowed.model.named_parameters()
+    }
+    assert in_file.pop("model.layers.1.mlp.down_proj.weight")
+    assert not in_file.pop("model.norm.weight")
+    # The embedding of smollm is the head as well, which is packed.
+    assert in_file.pop(EMBEDDING) == (family == "smollm")
+    assert all(held == name.endswith(("proj.weight", HEAD)) for name, held in in_file.items())
+    converted = open_model(tmp_path, "bfloat16").read(borrow=True)
+    assert {parameter.dtype for parameter in converted.model.parameters()} == {torch.bfloat16}
+    run = PagedRun(borrowed, reference, block_size=4, num_blocks=8)
+    assert torch.equal(run.logits(IDS, len(IDS)), logits(tmp_path, "float32"))
 
 
 def test_a_missing_shard_is_named(tiny: Path, tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
 """Opens GGUF files: metadata, the directory of tensors, and tensors as float32.
 
 All of the directory is checked against the file's length at once, so a file that is cut short is refused on
-opening. The `gguf` package knows the types and turns quantised blocks into numbers.
+opening. The `gguf` package knows the types and turns quantised blocks into numbers; it is imported when there
+is such a file.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from pagedkv.errors import ModelError
 from pagedkv.gguf_header import DAMAGE, Cursor, map_file, read_header
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 _DEFAULT_ALIGNMENT = 32
 
@@ -23,7 +27,7 @@ class GGUFTensor:
 
     name: str
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
+    kind: "GGMLQuantizationType"
     offset: int  # of its first byte in the file
     num_bytes: int
 
@@ -68,7 +72,9 @@ class GGUFFile:
                 )
             self.tensors[name] = tensor
 
-    def _entry(self, cursor: Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+    def _entry(self, cursor: Cursor) -> tuple[str, tuple[int, ...], "GGMLQuantizationType", int]:
+        from gguf import GGMLQuantizationType
+
         name = cursor.string()
         sizes = [cursor.number("Q") for _ in range(cursor.number("I"))]
         number = cursor.number("I")
@@ -78,7 +84,9 @@ class GGUFFile:
             raise ModelError(f"tensor {name} in {self.path} has the unknown GGUF type {number}") from error
         return name, tuple(reversed(sizes)), kind, cursor.number("Q")
 
-    def _num_bytes(self, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    def _num_bytes(self, name: str, shape: tuple[int, ...], kind: "GGMLQuantizationType") -> int:
+        from gguf import GGML_QUANT_SIZES
+
         block_len, block_bytes = GGML_QUANT_SIZES[kind]
         num_elements = 1
         for size in shape:
@@ -96,6 +104,8 @@ class GGUFFile:
         Raises:
             ModelError: Its type cannot be turned into numbers.
         """
+        from gguf import quants
+
         tensor = self.tensors[name]
         raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
         rows = raw.reshape(*tensor.shape[:-1], -1)

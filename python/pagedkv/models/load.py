@@ -69,8 +69,14 @@ class OpenedModel:
         tied = {HEAD} if self.config.tie_word_embeddings else set()
         return sum(parameters[name].numel() for name in self.sources.keys() - tied) * self.dtype.itemsize
 
-    def read(self, *, progress: bool = False) -> LoadedModel:
-        """Reads the weights, once. `progress`: show a bar."""
+    def read(self, *, borrow: bool = False, progress: bool = False) -> LoadedModel:
+        """Reads the weights, once.
+
+        Args:
+            borrow: Leave matrices that need no conversion in the mapped files, which must not change: for a
+                model on the CPU whose matrices are packed into other memory next.
+            progress: Show a bar.
+        """
         load_weights(
             self.network,
             self.config,
@@ -78,6 +84,7 @@ class OpenedModel:
             self.sources,
             self.dtype,
             self.device,
+            borrow=borrow,
             progress=progress,
         )
         self.network.eval()

@@ -1,7 +1,8 @@
 """Reads tensors from checkpoints, safetensors or GGUF, and puts them into a model.
 
 Files are mapped, tensors are read one at a time, converted, and placed on the device; so the peak is one copy
-of the model and one tensor, beside pages of the files that the system may drop. What is missing, unexpected
+of the model and one tensor, beside pages of the files that the system may drop. Matrices that a backend will
+pack into memory of its own may stay where they are mapped. What is missing, unexpected
 or of the wrong shape is found from the headers, before anything is read: `load` calls `find_sources` when it
 opens a model, and `load_weights` when it reads it.
 """
@@ -196,16 +197,22 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    borrow: bool = False,
     progress: bool = False,
 ) -> None:
     """Replaces every parameter of `model`, which may be on the meta device, by the checkpoint's.
 
-    `sources` are those of `find_sources`.
+    `sources` are those of `find_sources`, `borrow` is as in `OpenedModel.read`.
     """
     for name in tqdm(sources, desc="loading weights", unit="tensor", disable=not progress, leave=False):
         stored = checkpoint.tensor(sources[name])
-        placed = torch.empty(stored.shape, dtype=dtype, device=device)
-        placed.copy_(stored)
+        # All matrices are packed but an embedding that is not the head, in which rows are looked up.
+        is_packed = stored.ndim == 2 and (name != EMBEDDING or HEAD not in sources)
+        if borrow and is_packed and stored.dtype == dtype:
+            placed = stored
+        else:
+            placed = torch.empty(stored.shape, dtype=dtype, device=device)
+            placed.copy_(stored)
         _set_parameter(model, name, placed)
     if HEAD not in sources:
         _tie(model)

@@ -14,6 +14,11 @@ def _value(logprob: Logprob) -> float:
     return logprob.logprob if math.isfinite(logprob.logprob) else _LEAST
 
 
+def _text(logprob: Logprob) -> str:
+    assert logprob.decoded_token is not None, "requests over HTTP are detokenized"
+    return logprob.decoded_token
+
+
 def _ranked(entry: TokenLogprobs, num_top: int) -> Iterable[tuple[int, Logprob]]:
     """The `num_top` most likely tokens of an entry, in order; the sampled one only if it is among them."""
     ranked = [(token_id, logprob) for token_id, logprob in entry.items() if logprob.rank is not None]
@@ -43,10 +48,10 @@ def for_completion(
         sampled = entry[token_id]
         top: dict[str, float] = {}
         for _, logprob in _ranked(entry, num_top):
-            top[logprob.decoded_token] = max(_value(logprob), top.get(logprob.decoded_token, _LEAST))
+            top[_text(logprob)] = max(_value(logprob), top.get(_text(logprob), _LEAST))
         # The sampled token is always among the alternatives, as OpenAI has it.
-        top.setdefault(sampled.decoded_token, _value(sampled))
-        tokens.append(sampled.decoded_token)
+        top.setdefault(_text(sampled), _value(sampled))
+        tokens.append(_text(sampled))
         values.append(_value(sampled))
         tops.append(top)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": text_offsets}
@@ -62,7 +67,7 @@ def for_chat(
 
     def token(token_id: int, logprob: Logprob) -> dict[str, Any]:
         raw = list(token_bytes(token_id))
-        return {"token": logprob.decoded_token, "logprob": _value(logprob), "bytes": raw}
+        return {"token": _text(logprob), "logprob": _value(logprob), "bytes": raw}
 
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
