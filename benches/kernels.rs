@@ -17,7 +17,7 @@
 //!   multiply-add is two), beside `peak`, what the same run's multiply-adds on registers alone reach.
 //!
 //! Expected: decode at three quarters or more of `ceiling`, prefill in f32 at a third or more of `peak`. On matrix tiles
-//! the exponentials take longer than the products, and the processor does not overlap them: an eighth.
+//! the exponentials take longer than the products, and the processor computes them at half its rate beside them: a fifth.
 //!
 //! `cargo bench --bench kernels -- 'ceiling|decode'`, `-- 'peak/amx|prefill'`
 

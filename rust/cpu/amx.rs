@@ -119,22 +119,6 @@ mod instructions {
             unsafe { asm!("tilerelease", options(nostack, nomem)) };
         }
 
-        /// Zeroes the five accumulators.
-        #[inline(always)]
-        pub(in crate::cpu) fn clear(self) {
-            // SAFETY: as above.
-            unsafe {
-                asm!(
-                    "tilezero tmm0",
-                    "tilezero tmm1",
-                    "tilezero tmm2",
-                    "tilezero tmm3",
-                    "tilezero tmm4",
-                    options(nostack)
-                );
-            };
-        }
-
         /// Zeroes accumulators 0 and 1.
         #[inline(always)]
         pub(in crate::cpu) fn clear_two(self) {
@@ -177,92 +161,6 @@ mod instructions {
             }
         }
 
-        /// Adds to accumulators 0 and 1 the products of the matrices at `left` and the first one at `right`, to 2 and 3
-        /// those with the second one. All are dense. Accumulator 4 is lost.
-        ///
-        /// # Safety
-        /// Tiles lie at the addresses.
-        #[inline(always)]
-        pub(in crate::cpu) unsafe fn add_products_of_pairs(
-            self,
-            left: [*const u8; 2],
-            right: [*const u8; 2],
-        ) {
-            // SAFETY: the caller vouches for the addresses.
-            unsafe {
-                asm!(
-                    "tileloadd tmm4, [{right0} + {dense} * 1]",
-                    "tileloadd tmm5, [{left0} + {dense} * 1]",
-                    "tileloadd tmm6, [{left1} + {dense} * 1]",
-                    "tileloadd tmm7, [{right1} + {dense} * 1]",
-                    "tdpbf16ps tmm0, tmm5, tmm4",
-                    "tdpbf16ps tmm1, tmm6, tmm4",
-                    "tdpbf16ps tmm2, tmm5, tmm7",
-                    "tdpbf16ps tmm3, tmm6, tmm7",
-                    right0 = in(reg) right[0], right1 = in(reg) right[1],
-                    dense = in(reg) ROW_BYTES,
-                    left0 = in(reg) left[0], left1 = in(reg) left[1],
-                    options(nostack, readonly),
-                );
-            }
-        }
-
-        /// Loads the matrix, which is dense, that `add_fifth_product` multiplies.
-        ///
-        /// # Safety
-        /// A tile lies at the address.
-        #[inline(always)]
-        pub(in crate::cpu) unsafe fn load_fifth(self, right: *const u8) {
-            // SAFETY: the caller vouches for the address.
-            unsafe {
-                asm!(
-                    "tileloadd tmm6, [{right} + {dense} * 1]",
-                    right = in(reg) right, dense = in(reg) ROW_BYTES,
-                    options(nostack, readonly),
-                );
-            }
-        }
-
-        /// Adds to accumulator 4 the product of the matrix at `left` and that of `load_fifth`.
-        ///
-        /// # Safety
-        /// A tile lies at the address.
-        #[inline(always)]
-        pub(in crate::cpu) unsafe fn add_fifth_product(self, left: *const u8) {
-            // SAFETY: the caller vouches for the address.
-            unsafe {
-                asm!(
-                    "tileloadd tmm5, [{left} + {dense} * 1]",
-                    "tdpbf16ps tmm4, tmm5, tmm6",
-                    left = in(reg) left, dense = in(reg) ROW_BYTES,
-                    options(nostack, readonly),
-                );
-            }
-        }
-
-        /// Writes accumulators 0 and 1, the first ones of their rows `step[0]` bytes apart, and 2 and 3 in the same way
-        /// `step[1]` bytes behind them; rows lie `stride` bytes apart.
-        ///
-        /// # Safety
-        /// There is room for them.
-        #[inline(always)]
-        pub(in crate::cpu) unsafe fn store_pairs(self, place: *mut u8, step: [usize; 2], stride: usize) {
-            // SAFETY: the caller vouches for the room.
-            unsafe {
-                asm!(
-                    "tilestored [{place0} + {stride} * 1], tmm0",
-                    "tilestored [{place1} + {stride} * 1], tmm1",
-                    "tilestored [{place2} + {stride} * 1], tmm2",
-                    "tilestored [{place3} + {stride} * 1], tmm3",
-                    place0 = in(reg) place, place1 = in(reg) place.wrapping_add(step[0]),
-                    place2 = in(reg) place.wrapping_add(step[1]),
-                    place3 = in(reg) place.wrapping_add(step[0] + step[1]),
-                    stride = in(reg) stride,
-                    options(nostack),
-                );
-            }
-        }
-
         /// Writes accumulator 0, and 1 `step` bytes behind it. Rows may lie `stride` bytes apart that are fewer than they
         /// have: they are written one after the other, so that of each but the last one the beginning is left.
         ///
@@ -282,17 +180,69 @@ mod instructions {
             }
         }
 
-        /// Writes accumulator 4, whose rows lie `stride` bytes apart.
+        /// Zeroes a tile.
+        #[inline(always)]
+        pub(in crate::cpu) fn zero<const TILE: usize>(self) {
+            // SAFETY: as above.
+            unsafe { asm!("tilezero tmm{tile}", tile = const TILE, options(nostack)) };
+        }
+
+        /// Loads a matrix, which is dense.
+        ///
+        /// # Safety
+        /// A tile lies at the address.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn load<const TILE: usize>(self, place: *const u8) {
+            // SAFETY: the caller vouches for the address.
+            unsafe {
+                asm!(
+                    "tileloadd tmm{tile}, [{place} + {dense} * 1]",
+                    tile = const TILE, place = in(reg) place, dense = in(reg) ROW_BYTES,
+                    options(nostack, readonly),
+                );
+            }
+        }
+
+        /// Loads a matrix, which is dense, past the nearest cache: that keeps what it holds.
+        ///
+        /// # Safety
+        /// A tile lies at the address.
+        #[inline(always)]
+        pub(in crate::cpu) unsafe fn load_past<const TILE: usize>(self, place: *const u8) {
+            // SAFETY: the caller vouches for the address.
+            unsafe {
+                asm!(
+                    "tileloaddt1 tmm{tile}, [{place} + {dense} * 1]",
+                    tile = const TILE, place = in(reg) place, dense = in(reg) ROW_BYTES,
+                    options(nostack, readonly),
+                );
+            }
+        }
+
+        /// Adds to a tile the products of two others.
+        #[inline(always)]
+        pub(in crate::cpu) fn multiply<const SUM: usize, const LEFT: usize, const RIGHT: usize>(self) {
+            // SAFETY: as above.
+            unsafe {
+                asm!(
+                    "tdpbf16ps tmm{sum}, tmm{left}, tmm{right}",
+                    sum = const SUM, left = const LEFT, right = const RIGHT,
+                    options(nostack),
+                );
+            }
+        }
+
+        /// Writes a tile, whose rows lie `stride` bytes apart.
         ///
         /// # Safety
         /// There is room for it.
         #[inline(always)]
-        pub(in crate::cpu) unsafe fn store_fifth(self, place: *mut u8, stride: usize) {
+        pub(in crate::cpu) unsafe fn store<const TILE: usize>(self, place: *mut u8, stride: usize) {
             // SAFETY: the caller vouches for the room.
             unsafe {
                 asm!(
-                    "tilestored [{place} + {stride} * 1], tmm4",
-                    place = in(reg) place, stride = in(reg) stride,
+                    "tilestored [{place} + {stride} * 1], tmm{tile}",
+                    tile = const TILE, place = in(reg) place, stride = in(reg) stride,
                     options(nostack),
                 );
             }

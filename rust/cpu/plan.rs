@@ -1,11 +1,11 @@
 //! The work of attention in one step, cut into pieces once and used by every layer.
 //!
 //! A step mixes prompts, chunks of prompts and decodes. Its tokens are cut into tiles: a few tokens that read the same
-//! blocks. Tokens of one sequence form a tile; so do the decodes of sequences whose tables begin with the same blocks,
-//! as far as they do (a cascade: the shared keys and values are read once for all of them). A tile whose context is
-//! long is cut further, at the fixed split positions, so that every thread has something to do. A row's splits are
-//! folded in ascending order whoever computed them, so how the work was cut does not show in the result: tables may
-//! only be shared, and tiles only cut, at whole splits. `attention` runs a plan.
+//! blocks. Tokens of one sequence form a tile; so do those of sequences with few tokens in the step, decodes above all,
+//! whose tables begin with the same blocks, as far as they do (a cascade: the shared keys and values are read once for
+//! all of them). A tile whose context is long is cut further, at the fixed split positions, so that every thread has
+//! something to do. A row's splits are folded in ascending order whoever computed them, so how the work was cut does not
+//! show in the result: tables may only be shared, and tiles only cut, at whole splits. `attention` runs a plan.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -16,8 +16,8 @@ use super::pool;
 use super::tile_loops::SPLIT_LEN;
 
 /// Query rows of a tile, about: enough to pay for reading and packing the keys, few enough for the second cache level;
-/// the smaller number where otherwise threads would have no work.
-const TILE_ROWS: [usize; 2] = [96, 192];
+/// a smaller number where otherwise threads would have no work.
+const TILE_ROWS: [usize; 3] = [384, 192, 96];
 
 /// Reading and rearranging a key costs about as much as this many query rows.
 const PACK_ROWS: usize = 4;
@@ -35,8 +35,9 @@ const JOBS_PER_THREAD: usize = 32;
 /// Threads times this is the share of the work left that the next job gets, so that jobs are long first and short last.
 const JOB_SHARE: usize = 2;
 
-/// A sequence with more tokens in the step than this has tiles enough of its own to read its blocks for.
-const MAX_CASCADE_TOKENS: usize = 4;
+/// A sequence shares its first blocks with others if so many of it fit in a tile. Of one with more tokens in the step,
+/// the tiles are large enough to read its blocks for.
+const CASCADE_SEQUENCES: usize = 2;
 
 /// What a plan depends on besides the batch. All layers of a model have the same.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,6 +52,13 @@ pub struct Geometry {
     pub num_blocks: usize,
     /// Slots of a block.
     pub block_size: usize,
+}
+
+impl Geometry {
+    /// Tokens of a tile of about so many rows.
+    fn tile_tokens(&self, rows: usize) -> usize {
+        (rows * self.num_kv_heads / self.num_heads).max(1)
+    }
 }
 
 /// A token of a tile.
@@ -324,13 +332,20 @@ impl Plan {
 
 /// Tokens of a full tile.
 fn tile_tokens(batch: &Batch<'_>, geometry: &Geometry, num_threads: usize) -> usize {
-    let tokens = TILE_ROWS.map(|rows| (rows * geometry.num_kv_heads / geometry.num_heads).max(1));
-    let num_pieces = |idx| {
-        let sequence = batch.sequence(idx);
-        sequence.query_len.div_ceil(tokens[1]) * sequence.seq_len.div_ceil(SPLIT_LEN) * geometry.num_kv_heads
+    let tokens = TILE_ROWS.map(|rows| geometry.tile_tokens(rows));
+    let has_work = |tokens: usize| {
+        let num_pieces = |idx| {
+            let sequence = batch.sequence(idx);
+            sequence.query_len.div_ceil(tokens) * sequence.seq_len.div_ceil(SPLIT_LEN) * geometry.num_kv_heads
+        };
+        let most_pieces: usize = (0..batch.num_sequences()).map(num_pieces).sum();
+        num_threads == 1 || most_pieces >= PIECES_PER_THREAD * num_threads
     };
-    let most_pieces: usize = (0..batch.num_sequences()).map(num_pieces).sum();
-    tokens[usize::from(num_threads == 1 || most_pieces >= PIECES_PER_THREAD * num_threads)]
+    let [larger @ .., smallest] = tokens;
+    larger
+        .into_iter()
+        .find(|&tokens| has_work(tokens))
+        .unwrap_or(smallest)
 }
 
 /// Which splits sequences share, and the tiles that compute them.
@@ -357,11 +372,12 @@ impl Cascade {
         if !SPLIT_LEN.is_multiple_of(plan.geometry.block_size) {
             return cascade;
         }
+        let most_tokens = (plan.tile_tokens / CASCADE_SEQUENCES).max(1);
         let mut sharers: Vec<Sharer<'_>> = (0..batch.num_sequences())
             .filter_map(|idx| {
                 let sequence = batch.sequence(idx);
                 let num_splits = (sequence.seq_len - sequence.query_len) / SPLIT_LEN;
-                let may_share = (1..=MAX_CASCADE_TOKENS).contains(&sequence.query_len) && num_splits > 0;
+                let may_share = (1..=most_tokens).contains(&sequence.query_len) && num_splits > 0;
                 may_share.then_some(Sharer {
                     idx,
                     tokens: sequence.query_start..sequence.query_start + sequence.query_len,
@@ -401,10 +417,16 @@ impl Cascade {
     fn push(&mut self, plan: &mut Plan, batch: &Batch<'_>, run: &[Sharer<'_>], splits: Range<usize>) {
         let table = batch.table(run[0].idx);
         let visible = splits.end * SPLIT_LEN;
-        // Tiles of about one size: a last one of few tokens would read all of the keys for them.
+        // Tiles of about one size: a last one of few tokens would read all of the keys for them. As many as there should be
+        // pieces, if they stay large: pieces of a tile would each leave partial results of all of its rows.
         let num_tokens = run.iter().map(|sharer| sharer.tokens.len()).sum::<usize>();
-        let num_tiles = num_tokens.div_ceil(plan.tile_tokens);
-        let tile_tokens = num_tokens.div_ceil(num_tiles).max(MAX_CASCADE_TOKENS);
+        let wanted = (PIECES_PER_THREAD * pool::num_threads()).div_ceil(plan.geometry.num_kv_heads);
+        let large = num_tokens / plan.geometry.tile_tokens(TILE_ROWS[1]);
+        let num_tiles = num_tokens.div_ceil(plan.tile_tokens).max(wanted.min(large));
+        let most_tokens = run.iter().map(|sharer| sharer.tokens.len()).max();
+        let tile_tokens = num_tokens
+            .div_ceil(num_tiles)
+            .max(CASCADE_SEQUENCES * most_tokens.unwrap_or(0));
         let mut start = plan.tokens.len();
         for sharer in run {
             if plan.tokens.len() + sharer.tokens.len() > start + tile_tokens {

@@ -1,10 +1,12 @@
 //! Attention of tiles with more rows than `few_rows` takes: prompts, chunks of them, and decodes that share a prefix.
 //!
 //! The arithmetic is that of `tile_amx`, bit by bit. So many rows share a split's keys and values that both are packed
-//! once for all of them, the keys transposed: scores then come row by row, as the weights are multiplied. Rows are taken
-//! two groups of sixteen at a time, and a tile of keys or values that is loaded is multiplied twice. The processor does
-//! not multiply vectors and tiles at the same time, but a unit that was idle for half a microsecond takes nearly as long
-//! to come back; so the totals are added up while weights are computed.
+//! once for all of them, the keys transposed: scores then come row by row, as the weights are multiplied.
+//!
+//! Rows are taken in groups of sixteen. While vectors turn the scores of a group into weights, tiles multiply: the scores of
+//! the next group take the place of those that are done, and the weights are mixed as they come. Keys and values are loaded
+//! past the nearest cache, which holds the scores and weights of a group. Near an instruction on tiles, the processor
+//! multiplies only half as many vectors as otherwise; so it does not pay to wait with them until the tiles are done.
 
 #![expect(
     clippy::inline_always,
@@ -12,25 +14,40 @@
 )]
 
 use std::arch::x86_64::{_mm512_loadu_ps, _mm512_storeu_ps};
+use std::ops::Range;
 
 use super::amx::{DEPTH, ROW_BYTES, TILE_LEN};
 use super::isa::LANES;
 use super::keys_amx::pack_keys;
-use super::softmax_amx::soften;
+use super::softmax_amx::{largest_scores, soften};
 use super::tile::Tile;
 use super::tile_amx::{Matrices, ONES, Split, TILE_ELEMENTS};
 use super::tile_loops::{SPLIT_LEN, partial_row_len};
 use super::values_amx::{pack_values, sixteen_slots};
 use super::x86::Avx512;
 
-/// Columns of values that are multiplied at a time, two tiles.
-const COLUMNS: usize = 2 * TILE_LEN;
+/// Tiles that add up values, 0 to 3, each a tile of columns: those are taken four at a time.
+const NUM_SUMS: usize = 4;
+
+/// The tile that adds up weights.
+const TOTALS: usize = 4;
+
+/// The tile that adds up scores.
+const SCORES: usize = 5;
+
+/// The tiles that are multiplied.
+const LEFT: usize = 6;
+const RIGHT: usize = 7;
+
+/// Tiles take turns with vectors so many times in a chunk of `DEPTH` keys; the rows in between.
+const NUM_TURNS: usize = 4;
+const TURN_ROWS: usize = TILE_LEN / NUM_TURNS;
 
 /// Positions whose keys or values are packed, and as many asked for ahead, at a time.
 const PACK_STEP: usize = 64;
 
-/// Numbers that the scores of a group of rows take.
-const GROUP_SCORES: usize = SPLIT_LEN * TILE_LEN;
+/// Numbers that the scores of a group against a chunk of keys take: two tiles.
+const CHUNK_SCORES: usize = DEPTH * TILE_LEN;
 
 /// Reads the queries.
 ///
@@ -44,8 +61,9 @@ pub(super) unsafe fn load_queries(tile: &Tile<'_>, matrices: &mut Matrices) {
     matrices.queries.reserve(len);
     matrices.keys.reserve(SPLIT_LEN / 2 * head_dim);
     matrices.values.reserve(SPLIT_LEN / 2 * head_dim);
-    matrices.scores.reserve(2 * GROUP_SCORES);
-    matrices.sums.reserve(4 * TILE_ELEMENTS);
+    matrices.scores.reserve(SPLIT_LEN * TILE_LEN);
+    matrices.weights.reserve(SPLIT_LEN / 2 * TILE_LEN);
+    matrices.sums.reserve(TILE_LEN * partial_row_len(head_dim));
     let queries = matrices.queries.slice(0..len).as_chunks_mut::<LANES>().0;
     for row in 0..num_rows {
         let (token, head) = tile.place(row);
@@ -63,9 +81,9 @@ pub(super) unsafe fn load_queries(tile: &Tile<'_>, matrices: &mut Matrices) {
 }
 
 impl Split<'_, '_, '_> {
-    /// Computes the partial results, two groups of rows at a time.
+    /// Computes the partial results, group by group.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-    pub(super) unsafe fn compute_pairs(&mut self, partial: &mut [f32]) {
+    pub(super) unsafe fn compute(&mut self, partial: &mut [f32]) {
         let width = self.tile.head_dim();
         let row_len = partial_row_len(width);
         let num_groups = self.tile.num_rows().div_ceil(TILE_LEN);
@@ -74,137 +92,222 @@ impl Split<'_, '_, '_> {
             self.pack_all_keys();
             self.pack_all_values();
         }
-        for (pair, partial) in partial.chunks_mut(2 * TILE_LEN * row_len).enumerate() {
-            let first = 2 * pair;
-            // An odd group out is multiplied twice.
-            let groups = [first, (first + 1).min(num_groups - 1)];
-            let visible = groups.map(|group| self.visible(group));
-            // Later rows see more.
-            let num_keys = visible[1][TILE_LEN - 1];
-            if num_keys == 0 {
+        // Chunks of keys for which there are scores: those that the group before sees, and later rows see more.
+        let mut num_scored = 0;
+        for (group, partial) in partial.chunks_mut(TILE_LEN * row_len).enumerate() {
+            let visible = self.visible(group);
+            let num_chunks = visible[TILE_LEN - 1].div_ceil(DEPTH);
+            if num_chunks == 0 {
                 for row in partial.chunks_exact_mut(row_len) {
                     row[width + 1] = 0.0;
                 }
                 continue;
             }
-            // SAFETY: passed on; the scores are there when they are weighed, and the weights when they are mixed.
+            let next = (group + 1 < num_groups).then_some(group + 1);
+            // SAFETY: passed on; the scores are there when they are weighed.
             unsafe {
-                self.score_pair(groups, num_keys);
-                for (place, (visible, partial)) in visible
-                    .iter()
-                    .zip(partial.chunks_mut(TILE_LEN * row_len))
-                    .enumerate()
-                {
-                    self.weigh(place, num_keys, visible, partial);
+                for chunk in num_scored..num_chunks {
+                    self.score(group, chunk, 0);
+                    self.score(group, chunk, 1);
                 }
-                self.mix_pair(num_keys, partial);
+                self.mix(next, num_chunks, &visible, partial);
             }
+            num_scored = num_chunks;
         }
     }
 
-    /// Multiplies the queries of two groups of rows by the keys, into scores `[group][keys / 16][16 rows][16 keys]`.
+    /// Multiplies the queries of a group by one of two tiles of keys of a chunk, into scores `[keys / 16][16 rows][16 keys]`.
+    /// Behind the last key there are those of an earlier split, whose scores nobody looks at.
     #[inline(always)]
-    unsafe fn score_pair(&mut self, groups: [usize; 2], num_keys: usize) {
+    unsafe fn score(&mut self, group: usize, chunk: usize, half: usize) {
         let amx = self.amx;
-        let chunks = self.tile.head_dim() / DEPTH;
-        let len = chunks * TILE_ELEMENTS;
-        let last = (num_keys - 1) / TILE_LEN;
-        let keys = self.matrices.keys.slice(0..(last + 1) * len).as_ptr();
-        let queries = self.matrices.queries.slice(0..(groups[1] + 1) * len).as_ptr();
-        let queries = groups.map(|group| queries.wrapping_add(group * len));
-        let scores = self.matrices.scores.slice(0..2 * GROUP_SCORES);
-        for (tile, scores) in (0..=last)
-            .step_by(2)
-            .zip(scores.chunks_exact_mut(2 * TILE_ELEMENTS))
-        {
-            // Behind the last tile its scores are computed again, where nobody reads them.
-            let keys = [tile, last.min(tile + 1)].map(|tile| keys.wrapping_add(tile * len));
-            amx.clear();
-            for chunk in 0..chunks {
-                let place = |tiles: *const f32| tiles.wrapping_add(chunk * TILE_ELEMENTS).cast();
-                // SAFETY: tiles of queries and of keys.
-                unsafe { amx.add_products_of_pairs(queries.map(place), keys.map(place)) };
+        let len = self.tile.head_dim() / DEPTH * TILE_ELEMENTS;
+        let tile = 2 * chunk + half;
+        let queries = self.matrices.queries.slice(group * len..(group + 1) * len);
+        let keys = self.matrices.keys.slice(tile * len..(tile + 1) * len);
+        let scores = self
+            .matrices
+            .scores
+            .slice(tile * TILE_ELEMENTS..(tile + 1) * TILE_ELEMENTS);
+        let pairs = queries
+            .chunks_exact(TILE_ELEMENTS)
+            .zip(keys.chunks_exact(TILE_ELEMENTS));
+        amx.zero::<SCORES>();
+        for (queries, keys) in pairs {
+            // SAFETY: tiles of queries and of keys.
+            unsafe {
+                amx.load::<LEFT>(queries.as_ptr().cast());
+                amx.load_past::<RIGHT>(keys.as_ptr().cast());
             }
-            let steps = [GROUP_SCORES, TILE_ELEMENTS].map(|len| len * size_of::<f32>());
-            // SAFETY: room for two tiles of each group.
-            unsafe { amx.store_pairs(scores.as_mut_ptr().cast(), steps, ROW_BYTES) };
+            amx.multiply::<SCORES, LEFT, RIGHT>();
         }
+        // SAFETY: room for a tile.
+        unsafe { amx.store::<SCORES>(scores.as_mut_ptr().cast(), ROW_BYTES) };
     }
 
-    /// Turns the scores of one of two groups of rows into weights, and writes the largest scores and the totals of
-    /// weights into rows of partial results. A row that sees nothing gets a total of zero.
+    /// Turns the scores of a group into weights, multiplies them by the values, and writes rows of partial results; computes
+    /// as many scores of the next group. A row that sees nothing gets a total of zero.
     #[inline(always)]
-    unsafe fn weigh(
+    unsafe fn mix(
         &mut self,
-        place: usize,
-        num_keys: usize,
+        next: Option<usize>,
+        num_chunks: usize,
         visible: &[usize; TILE_LEN],
         partial: &mut [f32],
     ) {
-        let amx = self.amx;
-        let start = place * GROUP_SCORES;
-        let len = num_keys.next_multiple_of(DEPTH) * TILE_LEN;
-        let scores = self.matrices.scores.slice(start..start + len);
         let factor = self.tile.scale * std::f32::consts::LOG2_E;
-        amx.clear();
-        // SAFETY: a tile of ones, and tiles of weights; `amx` proves the instructions.
-        let largest = unsafe {
-            amx.load_fifth(ONES.as_ptr().cast());
-            soften(scores, visible, factor, |weights| {
-                amx.add_fifth_product(weights.as_ptr().cast());
-            })
-        };
-        let totals = self.matrices.sums.slice(0..TILE_ELEMENTS);
-        // SAFETY: room for a tile.
-        unsafe { amx.store_fifth(totals.as_mut_ptr().cast(), ROW_BYTES) };
-        let width = self.tile.head_dim();
-        let rows = partial.chunks_exact_mut(partial_row_len(width));
-        for ((row, totals), largest) in rows.zip(totals.chunks_exact(TILE_LEN)).zip(largest) {
-            row[width] = largest;
-            row[width + 1] = totals[0];
+        let scores = self.matrices.scores.slice(0..num_chunks * CHUNK_SCORES);
+        // SAFETY: `amx` proves the instructions.
+        let largest = unsafe { largest_scores(scores, visible, factor) };
+        self.clear_sums();
+        self.amx.zero::<TOTALS>();
+        for chunk in 0..=num_chunks {
+            for turn in 0..NUM_TURNS {
+                if chunk < num_chunks {
+                    let rows = turn * TURN_ROWS..(turn + 1) * TURN_ROWS;
+                    // SAFETY: as above.
+                    unsafe { self.soften_rows(chunk, rows, &largest, factor) };
+                }
+                if chunk > 0 {
+                    // SAFETY: passed on; the chunk before has weights.
+                    unsafe { self.take_turn(turn, chunk - 1, next) };
+                }
+            }
+        }
+        // SAFETY: passed on; all chunks have weights.
+        unsafe { self.write(num_chunks, &largest, partial) };
+    }
+
+    /// Turns the scores of some rows of a group against a chunk of keys into weights.
+    #[inline(always)]
+    unsafe fn soften_rows(
+        &mut self,
+        chunk: usize,
+        rows: Range<usize>,
+        largest: &[f32; TILE_LEN],
+        factor: f32,
+    ) {
+        let scores = self
+            .matrices
+            .scores
+            .slice(chunk * CHUNK_SCORES..(chunk + 1) * CHUNK_SCORES);
+        let (low, high) = scores.as_chunks().0.split_at(TILE_LEN);
+        let weights = self
+            .matrices
+            .weights
+            .slice(chunk * TILE_ELEMENTS..(chunk + 1) * TILE_ELEMENTS);
+        let weights = &mut weights.as_chunks_mut().0[rows.clone()];
+        // SAFETY: `amx` proves the instructions.
+        unsafe {
+            soften(
+                [&low[rows.clone()], &high[rows.clone()]],
+                &largest[rows],
+                factor,
+                weights,
+            );
         }
     }
 
-    /// Multiplies the weights of two groups of rows by the values, into rows of partial results.
+    /// What tiles multiply in one of four turns: two tiles of scores of the next group, in the place of those of a chunk
+    /// that has weights, and then that chunk's first columns of values.
     #[inline(always)]
-    unsafe fn mix_pair(&mut self, num_keys: usize, partial: &mut [f32]) {
+    unsafe fn take_turn(&mut self, turn: usize, chunk: usize, next: Option<usize>) {
+        // SAFETY: passed on.
+        unsafe {
+            match (turn, next) {
+                (0 | 1, Some(next)) => self.score(next, chunk, turn),
+                (0 | 1, None) => {}
+                (2, _) => {
+                    self.load_weights(chunk);
+                    self.add_values::<0>(chunk, 0);
+                    self.add_values::<1>(chunk, 0);
+                }
+                _ => {
+                    self.add_values::<2>(chunk, 0);
+                    self.add_values::<3>(chunk, 0);
+                    self.amx.load::<RIGHT>(ONES.as_ptr().cast());
+                    self.amx.multiply::<TOTALS, LEFT, RIGHT>();
+                }
+            }
+        }
+    }
+
+    fn clear_sums(&self) {
+        self.amx.zero::<0>();
+        self.amx.zero::<1>();
+        self.amx.zero::<2>();
+        self.amx.zero::<3>();
+    }
+
+    /// Loads the weights of a chunk.
+    #[inline(always)]
+    unsafe fn load_weights(&mut self, chunk: usize) {
+        let start = chunk * TILE_ELEMENTS;
+        let weights = self.matrices.weights.slice(start..start + TILE_ELEMENTS);
+        // SAFETY: a tile.
+        unsafe { self.amx.load::<LEFT>(weights.as_ptr().cast()) };
+    }
+
+    /// Multiplies the weights of a chunk, which are loaded, by the values' tile of columns `first + SUM`, if there is one.
+    #[inline(always)]
+    unsafe fn add_values<const SUM: usize>(&mut self, chunk: usize, first: usize) {
+        let num_columns = self.tile.head_dim() / TILE_LEN;
+        if first + SUM < num_columns {
+            let start = (chunk * num_columns + first + SUM) * TILE_ELEMENTS;
+            let values = self.matrices.values.slice(start..start + TILE_ELEMENTS);
+            // SAFETY: a tile.
+            unsafe { self.amx.load_past::<RIGHT>(values.as_ptr().cast()) };
+            self.amx.multiply::<SUM, LEFT, RIGHT>();
+        }
+    }
+
+    /// Writes rows of partial results, the first columns of which are there; the others follow.
+    #[inline(always)]
+    unsafe fn write(&mut self, num_chunks: usize, largest: &[f32; TILE_LEN], partial: &mut [f32]) {
         let (amx, width) = (self.amx, self.tile.head_dim());
         let row_len = partial_row_len(width);
-        let num_chunks = num_keys.div_ceil(DEPTH);
-        let num_rows = partial.len() / row_len;
-        // An odd group out is multiplied twice, and stored twice.
-        let step = usize::from(num_rows > TILE_LEN);
-        let weights = self.matrices.scores.slice(0..2 * GROUP_SCORES).as_ptr();
-        let weights = [0, step].map(|place| weights.wrapping_add(place * GROUP_SCORES));
-        let values = self
-            .matrices
-            .values
-            .slice(0..num_chunks * width * TILE_LEN)
-            .as_ptr();
-        for column in (0..width).step_by(COLUMNS) {
-            amx.clear();
-            for chunk in 0..num_chunks {
-                let weights = weights.map(|weights| weights.wrapping_add(chunk * 2 * TILE_ELEMENTS).cast());
-                let place = chunk * width * TILE_LEN + column * TILE_LEN;
-                let values =
-                    [place, place + TILE_ELEMENTS].map(|place| values.wrapping_add(place).cast::<u8>());
-                // SAFETY: tiles of weights and of values.
-                unsafe { amx.add_products_of_pairs(weights, values) };
+        let is_whole = partial.len() == TILE_LEN * row_len;
+        // A tile has sixteen rows, whether the group has them or not.
+        let rows = if is_whole {
+            partial.as_mut_ptr()
+        } else {
+            self.matrices.sums.slice(0..TILE_LEN * row_len).as_mut_ptr()
+        };
+        let stride = row_len * size_of::<f32>();
+        // SAFETY: all columns of the tile are totals, and there is room for sixteen numbers behind those of the head.
+        unsafe { amx.store::<TOTALS>(rows.wrapping_add(width).cast(), stride) };
+        for first in (0..width / TILE_LEN).step_by(NUM_SUMS) {
+            if first > 0 {
+                self.clear_sums();
+                for chunk in 0..num_chunks {
+                    // SAFETY: passed on.
+                    unsafe {
+                        self.load_weights(chunk);
+                        self.add_values::<0>(chunk, first);
+                        self.add_values::<1>(chunk, first);
+                        self.add_values::<2>(chunk, first);
+                        self.add_values::<3>(chunk, first);
+                    }
+                }
             }
-            if num_rows.is_multiple_of(TILE_LEN) {
-                let steps = [step * TILE_LEN * row_len * size_of::<f32>(), ROW_BYTES];
-                let place = partial[column..].as_mut_ptr().cast();
-                // SAFETY: rows of one or two whole groups.
-                unsafe { amx.store_pairs(place, steps, row_len * size_of::<f32>()) };
-                continue;
+            let place = |idx: usize| rows.wrapping_add((first + idx) * TILE_LEN).cast();
+            let num_columns = width / TILE_LEN - first;
+            // SAFETY: room for these columns of sixteen rows; there are two at least, as the width is one of whole chunks.
+            unsafe {
+                amx.store::<0>(place(0), stride);
+                amx.store::<1>(place(1), stride);
+                if num_columns > 2 {
+                    amx.store::<2>(place(2), stride);
+                    amx.store::<3>(place(3), stride);
+                }
             }
-            let sums = self.matrices.sums.slice(0..2 * TILE_LEN * COLUMNS);
-            let steps = [TILE_LEN * COLUMNS * size_of::<f32>(), ROW_BYTES];
-            // SAFETY: room for two tiles of each group, side by side.
-            unsafe { amx.store_pairs(sums.as_mut_ptr().cast(), steps, 2 * ROW_BYTES) };
-            for (sums, row) in sums.chunks_exact(COLUMNS).zip(partial.chunks_exact_mut(row_len)) {
-                row[column..column + COLUMNS].copy_from_slice(sums);
-            }
+        }
+        if !is_whole {
+            let len = partial.len();
+            partial.copy_from_slice(self.matrices.sums.slice(0..len));
+        }
+        for (row, largest) in partial.chunks_exact_mut(row_len).zip(largest) {
+            row[width] = *largest;
         }
     }
 

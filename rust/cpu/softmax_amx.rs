@@ -34,49 +34,49 @@ pub(super) fn exp2(x: __m512) -> __m512 {
     _mm512_scalef_ps(sum, x)
 }
 
-/// Turns scores into weights in their place, for whole tiles of weights. Scores are `[keys / 16][16 rows][16 keys]`,
-/// weights bf16 at the beginning of every two such tiles, `[16 rows][32 keys]`; `visible` says how many keys each row
-/// sees. Returns the largest score of each row, times `factor`; it is of no use where a row sees nothing. `after` is
-/// given each tile of weights, one tile late: the stores to it are then over.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512bf16")]
-pub(super) fn soften(
+/// The largest score of each row, times `factor`, of whole tiles of scores `[keys / 16][16 rows][16 keys]`; it is of no use
+/// where a row sees nothing. `visible` says how many keys each row sees: the other scores are replaced by minus infinity.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn largest_scores(
     scores: &mut [f32],
     visible: &[usize; TILE_LEN],
     factor: f32,
-    mut after: impl FnMut(&[f32]),
 ) -> [f32; TILE_LEN] {
     let scores = scores.as_chunks_mut::<LANES>().0;
     hide(scores, visible);
-    let factors = _mm512_set1_ps(factor);
     // Not minus infinity: that minus itself would make a weight of NaN in a row that sees nothing.
     let largest = _mm512_max_ps(
         _mm512_set1_ps(f32::MIN),
-        _mm512_mul_ps(largest_of_rows(scores.as_chunks().0), factors),
+        _mm512_mul_ps(largest_of_rows(scores.as_chunks().0), _mm512_set1_ps(factor)),
     );
     let mut by_row = [0.0; TILE_LEN];
     // SAFETY: sixteen numbers.
     unsafe { _mm512_storeu_ps(by_row.as_mut_ptr(), largest) };
-    let mut before: Option<&[[f32; LANES]]> = None;
-    for pair in scores.chunks_exact_mut(2 * TILE_LEN) {
-        let (low, high) = pair.split_at_mut(TILE_LEN);
-        for ((low, high), largest) in low.iter_mut().zip(&*high).zip(&by_row) {
-            let largest = _mm512_set1_ps(*largest);
-            // SAFETY: sixteen numbers each; vectors of the same size.
-            unsafe {
-                let first = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(low.as_ptr()), factors, largest));
-                let second = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(high.as_ptr()), factors, largest));
-                let rounded = std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second, first));
-                _mm512_storeu_ps(low.as_mut_ptr(), rounded);
-            }
-        }
-        if let Some(weights) = before.replace(low) {
-            after(weights.as_flattened());
-        }
-    }
-    if let Some(weights) = before {
-        after(weights.as_flattened());
-    }
     by_row
+}
+
+/// Turns scores of some rows into weights, `[rows][32 keys]` of bf16. `low` and `high` are the rows' scores of the first
+/// and of the second sixteen keys, `largest` what `largest_scores` says of the rows.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512bf16")]
+pub(super) fn soften(
+    [low, high]: [&[[f32; LANES]]; 2],
+    largest: &[f32],
+    factor: f32,
+    weights: &mut [[f32; LANES]],
+) {
+    let factors = _mm512_set1_ps(factor);
+    for (((low, high), largest), weights) in low.iter().zip(high).zip(largest).zip(weights) {
+        let largest = _mm512_set1_ps(*largest);
+        // SAFETY: sixteen numbers each; vectors of the same size.
+        unsafe {
+            let first = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(low.as_ptr()), factors, largest));
+            let second = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(high.as_ptr()), factors, largest));
+            let rounded = std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second, first));
+            _mm512_storeu_ps(weights.as_mut_ptr(), rounded);
+        }
+    }
 }
 
 /// Replaces the scores that a row does not see by minus infinity.

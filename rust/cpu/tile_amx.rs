@@ -9,7 +9,7 @@
 //! value[d]  = sum over j of weight[j] * value[j][d]                the same
 //! ```
 //!
-//! Rows are taken two groups of sixteen at a time (`prompt_amx`). Where there are few, as in the decodes of one sequence,
+//! Rows are taken in groups of sixteen (`prompt_amx`). Where there are few, as in the decodes of one sequence,
 //! which are as many rows as query heads share a key head, nothing is packed, and vectors multiply the values, with the
 //! same bits (`few_rows`). A row's numbers do not depend on the others in its matrices: a position that it does not see
 //! has a weight of zero, and adds zero. Only zero times infinity or NaN would not be zero; where a row of the tile sees
@@ -49,11 +49,13 @@ pub(super) struct Matrices {
     pub(super) queries: AlignedBuffer,
     /// `[SPLIT_LEN / 16][head_dim / 32][16 pairs][16 keys]`
     pub(super) keys: AlignedBuffer,
-    /// Scores, and weights in their place, as in `prompt_amx`.
+    /// `[SPLIT_LEN / 16][16 rows][16 keys]`
     pub(super) scores: AlignedBuffer,
+    /// `[SPLIT_LEN / 32][16 rows][32 keys]`
+    pub(super) weights: AlignedBuffer,
     /// `[SPLIT_LEN / 32][head_dim / 16][16 pairs][16 columns]`
     pub(super) values: AlignedBuffer,
-    /// `[2 groups][16 rows][2][16 columns]`, or `[16 rows][16]` totals
+    /// Rows of partial results.
     pub(super) sums: AlignedBuffer,
 }
 
@@ -153,7 +155,7 @@ pub(super) unsafe fn compute_split(
             idx: split,
             num_keys,
         };
-        split.compute_pairs(partial);
+        split.compute(partial);
     }
 }
 

@@ -237,10 +237,21 @@ def test_bits_do_not_depend_on_shared_blocks(dtype: torch.dtype, num_threads: in
     # Sequences that share nothing, 256, 512 and 768 positions with others, one of them with other lengths.
     _core.set_num_threads(num_threads)
     lengths = [(1, 800), (1, 769), (1, 1100), (1, 530), (2, 700), (1, 257), (30, 900), (1, 256), (1, 768)]
+    # Chunks of prompts, which with many rows are several tiles.
+    lengths += [(29 + idx, 800 + 9 * idx) for idx in range(6)]
     step = make_step([(query_len, seq_len + 256) for query_len, seq_len in lengths], dtype=dtype)
     table_start = step.batch.table_start.tolist()
     tables = [step.batch.block_ids[start:end] for start, end in itertools.pairwise(table_start)]
-    for idx, num_shared in [(1, 768), (2, 512), (3, 256), (4, 768), (5, 256), (6, 768), (7, 256), (8, 1000)]:
+    for idx, num_shared in [
+        (1, 768),
+        (2, 512),
+        (3, 256),
+        (4, 768),
+        (5, 256),
+        (6, 768),
+        (7, 256),
+        (8, 1000),
+    ] + [(idx, 768) for idx in range(9, len(lengths))]:
         num_blocks = min(num_shared // 16, len(tables[idx]))
         tables[idx][:num_blocks] = tables[0][:num_blocks]
     together = replace(step, batch=replace(step.batch, block_ids=torch.cat(tables)))

@@ -230,7 +230,7 @@ impl Case {
                     idx: 0,
                     num_keys,
                 };
-                split.compute_pairs(partial);
+                split.compute(partial);
             }
         })
     }
