@@ -34,7 +34,7 @@ const CHUNK_ROWS: usize = 512;
 const TILE_ROWS: usize = 32;
 /// Most lines to ask for in a step along K while tiles come from the second-level cache: both take the few places where
 /// a core waits for lines, and what finds none holds up all that comes after it.
-const MAX_LINES_A_STEP: usize = 16;
+const MAX_LINES_A_STEP: usize = 8;
 
 thread_local! {
     /// The beginning of the panels that this thread asked for last.
@@ -96,13 +96,17 @@ impl Ahead {
     fn new(at: *const u8, num_bytes: usize, num_steps: usize) -> Self {
         let num_lines = num_bytes.div_ceil(CACHE_LINE_BYTES);
         let num_steps = num_steps.max(1);
-        // A fifth may be left: to whoever reads them, without asking, one line after the other.
-        let lines_a_step = (num_lines * 4 / 5).div_ceil(num_steps).next_power_of_two();
+        // A quarter may be left: to whoever reads them, without asking, one line after the other.
+        let lines_a_step = (num_lines * 3 / 4).div_ceil(num_steps).next_power_of_two();
         let num_lines = num_lines.min(lines_a_step * num_steps);
         Self {
             at,
             num_lines,
-            lines_a_step: if lines_a_step > MAX_LINES_A_STEP { 0 } else { lines_a_step },
+            lines_a_step: if lines_a_step > MAX_LINES_A_STEP {
+                0
+            } else {
+                lines_a_step
+            },
         }
     }
 
@@ -253,15 +257,26 @@ impl Piece<'_> {
             for span in cuts(&self.panels, num_panels) {
                 let is_near = ASKED.get() == self.call.weight.panel(span.start);
                 let num_blocks = chunk.len().div_ceil(pass_rows);
-                let mut ahead = self.after(&span, num_blocks - usize::from(!is_near));
+                let mut ahead = self.after(&span, most_panels, num_blocks - usize::from(!is_near));
                 let address = ahead.at;
                 for rows in cuts(&chunk, pass_rows) {
                     let reads = rows.start == chunk.start && !is_near;
                     for panels in cuts(&span, group) {
-                        self.multiply_group(simd, kernel, [rows.clone(), panels], reads, &mut ahead, &mut sums);
+                        self.multiply_group(
+                            simd,
+                            kernel,
+                            [rows.clone(), panels],
+                            reads,
+                            &mut ahead,
+                            &mut sums,
+                        );
                     }
                 }
-                ASKED.set(if ahead.num_lines == 0 { address } else { std::ptr::null() });
+                ASKED.set(if ahead.num_lines == 0 {
+                    address
+                } else {
+                    std::ptr::null()
+                });
             }
         }
         // SAFETY: as in `multiply_group`.
@@ -352,15 +367,16 @@ impl Piece<'_> {
         }
     }
 
-    /// What is read after a span, to be asked for by so many blocks of rows.
+    /// What is read after a span, of at most so many panels, to be asked for by so many blocks of rows.
     #[inline(always)]
-    fn after(&self, span: &Range<usize>, num_blocks: usize) -> Ahead {
+    fn after(&self, span: &Range<usize>, most_panels: usize, num_blocks: usize) -> Ahead {
         let weight = self.call.weight;
         let (address, num_bytes) = if span.end < self.panels.end {
-            let next = span.end..self.panels.end.min(span.end + span.len());
-            (weight.panel(span.end), next.len() * weight.panel_bytes())
+            let num_panels = span.len().min(self.panels.end - span.end);
+            (weight.panel(span.end), num_panels * weight.panel_bytes())
         } else {
-            (self.then.address, self.then.num_bytes.min(span.len() * weight.panel_bytes()))
+            let most_bytes = most_panels * weight.panel_bytes();
+            (self.then.address, most_bytes.min(self.then.num_bytes))
         };
         let num_steps = num_blocks * span.len().div_ceil(2) * (weight.depth() / weight.arithmetic().step());
         Ahead::new(address, num_bytes, num_steps)
