@@ -110,15 +110,15 @@ impl Ahead {
         }
     }
 
-    /// Lines to ask for in each of the next steps, and where they begin.
-    fn take(&mut self, num_steps: usize) -> (*const u8, usize) {
+    /// What to ask for in each of the next steps, as in `Tile`: from where on, with no panels apart, how many lines.
+    fn take(&mut self, num_steps: usize) -> (*const u8, usize, usize) {
         if self.num_lines == 0 || self.lines_a_step == 0 {
-            return (self.at, 0);
+            return (self.at, 0, 0);
         }
         let (at, num_lines) = (self.at, self.lines_a_step * num_steps);
         self.at = at.wrapping_add(num_lines * CACHE_LINE_BYTES);
         self.num_lines = self.num_lines.saturating_sub(num_lines);
-        (at, self.lines_a_step)
+        (at, 0, self.lines_a_step)
     }
 }
 
@@ -262,14 +262,8 @@ impl Piece<'_> {
                 for rows in cuts(&chunk, pass_rows) {
                     let reads = rows.start == chunk.start && !is_near;
                     for panels in cuts(&span, group) {
-                        self.multiply_group(
-                            simd,
-                            kernel,
-                            [rows.clone(), panels],
-                            reads,
-                            &mut ahead,
-                            &mut sums,
-                        );
+                        let ahead = (!reads).then_some(&mut ahead);
+                        self.multiply_group(simd, kernel, [rows.clone(), panels], ahead, &mut sums);
                     }
                 }
                 ASKED.set(if ahead.num_lines == 0 {
@@ -284,16 +278,15 @@ impl Piece<'_> {
         while writing.next() {}
     }
 
-    /// Rows against a group of panels, which `reads` them from memory if no rows did before. Writes what was complete
-    /// before, and leaves the last block so.
+    /// Rows against a group of panels, which are read from memory, or in a span of which others did so: then what comes
+    /// after it is asked for. Writes what was complete before, and leaves the last block so.
     #[inline(always)]
     fn multiply_group<S: Simd, M: MicroKernel>(
         &self,
         simd: S,
         kernel: M,
         [rows, panels]: [Range<usize>; 2],
-        reads: bool,
-        ahead_of_span: &mut Ahead,
+        mut ahead_of_span: Option<&mut Ahead>,
         sums: &mut Sums,
     ) {
         let weight = self.call.weight;
@@ -320,17 +313,22 @@ impl Piece<'_> {
                 };
                 for panel in panels.clone().step_by(max_panels) {
                     let num_panels = max_panels.min(panels.end - panel);
-                    let lines = (num_panels * step_bytes).div_ceil(CACHE_LINE_BYTES);
-                    // The blocks of rows and the cuts share the lines out.
-                    let share = lines.div_ceil(num_blocks);
-                    let lines_before = first_k / step * lines + idx * share * ((next_k - first_k) / step);
-                    let own_lines = share.min(lines.saturating_sub(idx * share));
-                    let (mut ahead, ahead_stride) = self.ahead(&panels, panel);
-                    let mut ahead_lines = own_lines;
-                    ahead = ahead.wrapping_add(lines_before * CACHE_LINE_BYTES);
-                    if !reads {
-                        (ahead, ahead_lines) = ahead_of_span.take((next_k - first_k) / step);
-                    }
+                    let num_steps = (next_k - first_k) / step;
+                    let (ahead, ahead_stride, ahead_lines) = if let Some(ahead) = &mut ahead_of_span {
+                        ahead.take(num_steps)
+                    } else {
+                        let lines = (num_panels * step_bytes).div_ceil(CACHE_LINE_BYTES);
+                        // The blocks of rows and the cuts share the lines out.
+                        let share = lines.div_ceil(num_blocks);
+                        let lines_before = first_k / step * lines + idx * share * num_steps;
+                        let own_lines = share.min(lines.saturating_sub(idx * share));
+                        let (ahead, stride) = self.ahead(&panels, panel);
+                        (
+                            ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
+                            stride,
+                            own_lines,
+                        )
+                    };
                     let tile = Tile {
                         num_rows: block_rows.len(),
                         num_panels,
@@ -342,7 +340,7 @@ impl Piece<'_> {
                         sums: place.wrapping_add((panel - panels.start) * LANES),
                         sums_stride: stride,
                         resumes: first_k > 0,
-                        reads,
+                        reads: ahead_of_span.is_none(),
                         ahead,
                         ahead_stride,
                         ahead_lines,

@@ -14,7 +14,6 @@ use crate::cpu::activation::silu;
 use crate::cpu::element::{Dtype, store_row, store_vector};
 use crate::cpu::isa::{LANES, Simd};
 use crate::cpu::tensor::MatrixView;
-use crate::memory::CACHE_LINE_BYTES;
 
 /// Rows of two panels that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
 const ROWS_A_STEP: usize = 2;
