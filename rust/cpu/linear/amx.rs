@@ -22,16 +22,18 @@ use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
 use crate::memory::CACHE_LINE_BYTES;
 
-/// Bytes of the panels that a block of rows passes by before the next block does, a part of the second-level cache: the
-/// first block has them come there from memory.
+/// Bytes of the panels that a block of rows passes by before the next block does, a part of the second-level cache, into
+/// which those that come next are asked for meanwhile.
 const SPAN_BYTES: usize = 256 << 10;
 /// Steps along K between what is multiplied and what is asked for from memory: 8 KB of each panel.
 const LEAD_STEPS: usize = 8;
 /// Bytes of a step along K in a panel, one tile, and its cache lines.
 const STEP_BYTES: usize = TILE_LEN * ROW_BYTES;
 const STEP_LINES: usize = STEP_BYTES / CACHE_LINE_BYTES;
-/// Of a step of two panels.
+/// Lines of a step of two panels.
 const OWN_LINES: usize = 2 * STEP_LINES;
+/// Places in the step of a tile of two panels where lines are asked for.
+const PLACES: usize = 8;
 
 /// Rows of the upper and of the lower tiles, as configured; none at first.
 pub(super) type Shape = Cell<(usize, usize)>;
@@ -196,7 +198,8 @@ macro_rules! store {
 }
 
 /// Up to 32 rows, more than 16, by two panels. Between the instructions, which leave most units of the processor idle,
-/// `LINES` of what is read after them are asked for in a step, or the panels themselves if they come from memory, and a part of `meanwhile` is done in every step.
+/// as many lines of what is read later are asked for in a step as `LINES` says (`OWN_LINES`: of these panels, which come
+/// from memory), and a part of `meanwhile` is done in every step.
 ///
 /// # Safety
 /// As `MicroKernel::tile_while`; the tiles are configured.
@@ -213,11 +216,9 @@ unsafe fn two_by_two<const LINES: usize>(tile: &Tile, meanwhile: &mut impl Meanw
             ($panel:literal, $part:literal) => {
                 if LINES == OWN_LINES {
                     requests.part::<4>($part, $panel);
-                } else if LINES > 0 && (4 * $panel + $part) % 8usize.div_ceil(LINES) == 0 {
-                    for _ in 0..LINES.div_ceil(8) {
-                        prefetch(ahead);
-                        ahead = ahead.wrapping_add(CACHE_LINE_BYTES);
-                    }
+                } else if LINES > 0 && (4 * $panel + $part) % (PLACES / LINES) == 0 {
+                    prefetch(ahead);
+                    ahead = ahead.wrapping_add(CACHE_LINE_BYTES);
                 }
             };
         }

@@ -14,6 +14,7 @@ use crate::cpu::activation::silu;
 use crate::cpu::element::{Dtype, store_row, store_vector};
 use crate::cpu::isa::{LANES, Simd};
 use crate::cpu::tensor::MatrixView;
+use crate::memory::CACHE_LINE_BYTES;
 
 /// Rows of two panels that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
 const ROWS_A_STEP: usize = 2;
@@ -122,6 +123,13 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
             if self.is_gated {
                 store_vector(simd, self.dtype, simd.mul(silu(simd, first), second), out);
             } else {
+                // The next panels of these rows are written there. A store that finds its line nowhere near holds up those
+                // after it; a gate, which takes more instructions, leaves them the time.
+                let next = out.wrapping_add(self.pair_bytes);
+                simd.prefetch(next);
+                if self.pair_bytes > CACHE_LINE_BYTES {
+                    simd.prefetch(next.wrapping_add(CACHE_LINE_BYTES));
+                }
                 store_columns(simd, self.dtype, [first, second], out);
             }
         }
