@@ -22,14 +22,18 @@ use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
 use crate::memory::CACHE_LINE_BYTES;
 
-/// Bytes of the panels that a block of rows passes by before the next block does, a part of the second-level cache: the
-/// first block has them come there from memory.
-const SPAN_BYTES: usize = 384 << 10;
+/// Bytes of the panels that a block of rows passes by before the next block does, a part of the second-level cache, into
+/// which those that come next are asked for meanwhile.
+const SPAN_BYTES: usize = 256 << 10;
 /// Steps along K between what is multiplied and what is asked for from memory: 8 KB of each panel.
 const LEAD_STEPS: usize = 8;
 /// Bytes of a step along K in a panel, one tile, and its cache lines.
 const STEP_BYTES: usize = TILE_LEN * ROW_BYTES;
 const STEP_LINES: usize = STEP_BYTES / CACHE_LINE_BYTES;
+/// Lines of a step of two panels.
+const OWN_LINES: usize = 2 * STEP_LINES;
+/// Places in the step of a tile of two panels where lines are asked for.
+const PLACES: usize = 8;
 
 /// Rows of the upper and of the lower tiles, as configured; none at first.
 pub(super) type Shape = Cell<(usize, usize)>;
@@ -194,22 +198,27 @@ macro_rules! store {
 }
 
 /// Up to 32 rows, more than 16, by two panels. Between the instructions, which leave most units of the processor idle,
-/// what is read next is asked for if `ASKS`, and a part of `meanwhile` is done in every step.
+/// as many lines of what is read later are asked for in a step as `LINES` says (`OWN_LINES`: of these panels, which come
+/// from memory), and a part of `meanwhile` is done in every step.
 ///
 /// # Safety
 /// As `MicroKernel::tile_while`; the tiles are configured.
 #[inline(always)]
-unsafe fn two_by_two<const ASKS: bool>(tile: &Tile, meanwhile: &mut impl Meanwhile) {
+unsafe fn two_by_two<const LINES: usize>(tile: &Tile, meanwhile: &mut impl Meanwhile) {
     let mut x = [0, TILE_LEN].map(|row| tile.x.wrapping_add(row * tile.x_stride));
     let mut weights = [0, 1].map(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
     let mut requests = Requests::new(tile);
+    let mut ahead = tile.ahead;
     // SAFETY: the caller vouches for the memory, and configured the tiles. What the registers hold stays from one
     // instruction to the next, since the compiler knows none of them.
     unsafe {
         macro_rules! ask {
             ($panel:literal, $part:literal) => {
-                if ASKS {
+                if LINES == OWN_LINES {
                     requests.part::<4>($part, $panel);
+                } else if LINES > 0 && (4 * $panel + $part) % (PLACES / LINES) == 0 {
+                    prefetch(ahead);
+                    ahead = ahead.wrapping_add(CACHE_LINE_BYTES);
                 }
             };
         }
@@ -257,7 +266,7 @@ unsafe fn one_by_some<const PANELS: usize>(tile: &Tile, meanwhile: &mut impl Mea
     let mut weights: [_; PANELS] =
         std::array::from_fn(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
     let mut requests = Requests::new(tile);
-    let asks = tile.ahead_lines > 0;
+    let asks = tile.reads;
     // SAFETY: as in `two_by_two`.
     unsafe {
         macro_rules! panel {
@@ -324,8 +333,13 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
         // SAFETY: passed on.
         unsafe {
             match (tile.num_panels, lower) {
-                (2, 1..) if tile.ahead_lines > 0 => two_by_two::<true>(tile, meanwhile),
-                (2, 1..) => two_by_two::<false>(tile, meanwhile),
+                (2, 1..) if tile.reads => two_by_two::<OWN_LINES>(tile, meanwhile),
+                (2, 1..) => match tile.ahead_lines {
+                    0 => two_by_two::<0>(tile, meanwhile),
+                    1 | 2 => two_by_two::<2>(tile, meanwhile),
+                    3 | 4 => two_by_two::<4>(tile, meanwhile),
+                    _ => two_by_two::<8>(tile, meanwhile),
+                },
                 (4, 0) => one_by_some::<4>(tile, meanwhile),
                 (2, 0) => one_by_some::<2>(tile, meanwhile),
                 _ => self.tile(tile),

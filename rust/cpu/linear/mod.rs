@@ -183,11 +183,11 @@ impl Linear<'_> {
                     let own = cut(turn)..cut(turn + 1);
                     let next_of_share = next.as_ref().filter(|_| chunk + 1 == num_chunks);
                     let next_of_share = next_of_share
-                        .and_then(|(weight, shares)| Some((*weight, shares.get(idx)?.panels.start)));
-                    let (weight, panel) = if own.end < panels.end {
-                        (self.weight, own.end)
+                        .and_then(|(weight, shares)| Some((*weight, shares.get(idx)?.panels.clone())));
+                    let (weight, then) = if own.end < panels.end {
+                        (self.weight, own.end..panels.end)
                     } else {
-                        next_of_share.unwrap_or((self.weight, panels.start))
+                        next_of_share.unwrap_or((self.weight, panels.clone()))
                     };
                     pieces.push(piece::Piece {
                         call: self,
@@ -195,7 +195,11 @@ impl Linear<'_> {
                         rows: cut_rows(rows, step, chunk, num_chunks)
                             ..cut_rows(rows, step, chunk + 1, num_chunks),
                         panels: own,
-                        then: (weight.panel(panel), weight.panel_bytes()),
+                        then: piece::Then {
+                            address: weight.panel(then.start),
+                            stride: weight.panel_bytes(),
+                            num_bytes: then.len() * weight.panel_bytes(),
+                        },
                     });
                 }
             }

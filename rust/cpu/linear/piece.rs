@@ -11,6 +11,7 @@
     reason = "a kernel is compiled for an instruction set by being inlined"
 )]
 
+use std::cell::Cell;
 use std::ops::Range;
 
 #[cfg(target_arch = "x86_64")]
@@ -31,6 +32,14 @@ const CHUNK_BYTES: usize = 1 << 20;
 const CHUNK_ROWS: usize = 512;
 /// Rows of the largest tile.
 const TILE_ROWS: usize = 32;
+/// Most lines to ask for in a step along K while tiles come from the second-level cache. Both take the few places where a
+/// core waits for lines: a step of two by two tiles took 31 ns, 33 with four lines, 50 with eight, and 120 with all 32.
+const MAX_LINES_A_STEP: usize = 8;
+
+thread_local! {
+    /// Where the panels begin that this thread asked for last: those of the next piece, in most cases.
+    static ASKED: Cell<*const u8> = const { Cell::new(std::ptr::null()) };
+}
 
 /// What the rows of a chunk are a multiple of: those of the largest tile that has all parts of each row of x.
 pub(super) fn chunk_step(parts: usize) -> usize {
@@ -62,13 +71,55 @@ pub(super) struct Tile {
     pub(super) sums_stride: usize,
     /// Whether to go on from what `sums` holds.
     pub(super) resumes: bool,
+    /// Whether the panels come from memory: no rows before these read them, nor were they asked for.
+    pub(super) reads: bool,
     /// What the thread will probably read after these panels: to be fetched meanwhile, and not otherwise accessed.
     pub(super) ahead: *const u8,
     /// Bytes from a panel of it to the next.
     pub(super) ahead_stride: usize,
-    /// Cache lines of it to fetch in a step along K: the blocks of rows and the cuts share them out, since memory
-    /// delivers little at a time.
+    /// Cache lines of it to fetch in a step along K: blocks of rows and cuts share them out, since memory delivers little
+    /// at a time. The kernel of AMX has lines of its own to fetch where it `reads`, and these where it does not.
     pub(super) ahead_lines: usize,
+}
+
+/// What a thread reads after a span of panels: asked for by all blocks of rows that read the span again.
+#[derive(Clone, Copy, Debug)]
+struct Ahead {
+    at: *const u8,
+    /// Cache lines that are left, and how many of them are asked for in a step along K.
+    num_lines: usize,
+    lines_a_step: usize,
+}
+
+impl Ahead {
+    /// So many bytes, asked for in so many steps.
+    fn new(at: *const u8, num_bytes: usize, num_steps: usize) -> Self {
+        let num_lines = num_bytes.div_ceil(CACHE_LINE_BYTES);
+        let num_steps = num_steps.max(1);
+        // A quarter may be left: to whoever reads them, without asking, one line after the other.
+        let lines_a_step = (num_lines * 3 / 4).div_ceil(num_steps).next_power_of_two();
+        let num_lines = num_lines.min(lines_a_step * num_steps);
+        Self {
+            at,
+            num_lines,
+            lines_a_step: if lines_a_step > MAX_LINES_A_STEP {
+                0
+            } else {
+                lines_a_step
+            },
+        }
+    }
+
+    /// What to ask for in each of the next steps, as in `Tile`: from where on, with no panels apart, how many lines.
+    fn take(&mut self, num_steps: usize) -> (*const u8, usize, usize) {
+        if self.num_lines == 0 || self.lines_a_step == 0 {
+            return (self.at, 0, 0);
+        }
+        let (at, num_lines) = (self.at, self.lines_a_step * num_steps);
+        self.at = at.wrapping_add(num_lines * CACHE_LINE_BYTES);
+        self.num_lines = self.num_lines.saturating_sub(num_lines);
+        (at, 0, self.lines_a_step)
+    }
 }
 
 /// Small parts of other work. Not a closure, which would be compiled without the instructions of its kernel.
@@ -134,9 +185,17 @@ pub(super) struct Piece<'k> {
     /// Of these, `PARTS` for each row of the result.
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
-    /// Panels that the thread will probably read after these, if it is known; else some that it has read. And the
-    /// bytes from each to the next.
-    pub(super) then: (*const u8, usize),
+    pub(super) then: Then,
+}
+
+/// Panels that a thread will probably read after those of a piece, if it is known; else some that it has read.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Then {
+    pub(super) address: *const u8,
+    /// Bytes from a panel to the next.
+    pub(super) stride: usize,
+    /// Bytes of all of them.
+    pub(super) num_bytes: usize,
 }
 
 // SAFETY: `then` is never followed, only fetched from; the rest may be sent.
@@ -181,25 +240,37 @@ impl Piece<'_> {
         } else {
             2 * widest
         };
-        let block_len = M::MAX_ROWS * group * LANES;
-        let len = (num_rows * group * LANES).max(2 * block_len);
+        let len_of_block = M::MAX_ROWS * group * LANES;
+        let len = (num_rows * group * LANES).max(2 * len_of_block);
         buffer.reserve(len);
         let first = buffer.slice(0..len).as_mut_ptr();
         let mut sums = Sums {
-            places: [first, first.wrapping_add(block_len)],
+            places: [first, first.wrapping_add(len_of_block)],
             turn: 0,
             complete: Block::empty(),
         };
         for first_row in self.rows.clone().step_by(rows_per_chunk) {
             let chunk = first_row..self.rows.end.min(first_row + rows_per_chunk);
-            let (pass_rows, span) = kernel.pass(chunk.len(), group, self.call.weight.panel_bytes());
-            for span in cuts(&self.panels, span) {
+            let (pass_rows, most_panels) = kernel.pass(chunk.len(), group, self.call.weight.panel_bytes());
+            let num_groups = self.panels.len().div_ceil(group);
+            let num_panels = group * block_len(num_groups, most_panels / group);
+            for span in cuts(&self.panels, num_panels) {
+                let is_near = ASKED.get() == self.call.weight.panel(span.start);
+                let num_blocks = chunk.len().div_ceil(pass_rows);
+                let mut ahead = self.after(&span, num_blocks - usize::from(!is_near));
+                let address = ahead.at;
                 for rows in cuts(&chunk, pass_rows) {
-                    let reads = rows.start == chunk.start;
+                    let reads = rows.start == chunk.start && !is_near;
                     for panels in cuts(&span, group) {
-                        self.multiply_group(simd, kernel, [rows.clone(), panels], reads, &mut sums);
+                        let ahead = (!reads).then_some(&mut ahead);
+                        self.multiply_group(simd, kernel, [rows.clone(), panels], ahead, &mut sums);
                     }
                 }
+                ASKED.set(if ahead.num_lines == 0 {
+                    address
+                } else {
+                    std::ptr::null()
+                });
             }
         }
         // SAFETY: as in `multiply_group`.
@@ -207,15 +278,15 @@ impl Piece<'_> {
         while writing.next() {}
     }
 
-    /// Rows against a group of panels, which `reads` them from memory if no rows did before. Writes what was complete
-    /// before, and leaves the last block so.
+    /// Rows against a group of panels, which are read from memory, or in a span of which others did so: then what comes
+    /// after it is asked for. Writes what was complete before, and leaves the last block so.
     #[inline(always)]
     fn multiply_group<S: Simd, M: MicroKernel>(
         &self,
         simd: S,
         kernel: M,
         [rows, panels]: [Range<usize>; 2],
-        reads: bool,
+        mut ahead_of_span: Option<&mut Ahead>,
         sums: &mut Sums,
     ) {
         let weight = self.call.weight;
@@ -242,12 +313,22 @@ impl Piece<'_> {
                 };
                 for panel in panels.clone().step_by(max_panels) {
                     let num_panels = max_panels.min(panels.end - panel);
-                    let lines = (num_panels * step_bytes).div_ceil(CACHE_LINE_BYTES);
-                    // The blocks of rows and the cuts share the lines out.
-                    let share = lines.div_ceil(num_blocks);
-                    let lines_before = first_k / step * lines + idx * share * ((next_k - first_k) / step);
-                    let own_lines = share.min(lines.saturating_sub(idx * share));
-                    let (ahead, ahead_stride) = self.ahead(&panels, panel);
+                    let num_steps = (next_k - first_k) / step;
+                    let (ahead, ahead_stride, ahead_lines) = if let Some(ahead) = &mut ahead_of_span {
+                        ahead.take(num_steps)
+                    } else {
+                        let lines = (num_panels * step_bytes).div_ceil(CACHE_LINE_BYTES);
+                        // The blocks of rows and the cuts share the lines out.
+                        let share = lines.div_ceil(num_blocks);
+                        let lines_before = first_k / step * lines + idx * share * num_steps;
+                        let own_lines = share.min(lines.saturating_sub(idx * share));
+                        let (ahead, stride) = self.ahead(&panels, panel);
+                        (
+                            ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
+                            stride,
+                            own_lines,
+                        )
+                    };
                     let tile = Tile {
                         num_rows: block_rows.len(),
                         num_panels,
@@ -259,9 +340,10 @@ impl Piece<'_> {
                         sums: place.wrapping_add((panel - panels.start) * LANES),
                         sums_stride: stride,
                         resumes: first_k > 0,
-                        ahead: ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
+                        reads: ahead_of_span.is_none(),
+                        ahead,
                         ahead_stride,
-                        ahead_lines: if reads { own_lines } else { 0 },
+                        ahead_lines,
                     };
                     let complete = std::mem::replace(&mut sums.complete, Block::empty());
                     // SAFETY: the caller of `Linear::run` vouches for x and the results; panels and sums are ours, and
@@ -283,6 +365,22 @@ impl Piece<'_> {
         }
     }
 
+    /// What is read after a span, to be asked for by so many blocks of rows.
+    #[inline(always)]
+    fn after(&self, span: &Range<usize>, num_blocks: usize) -> Ahead {
+        let weight = self.call.weight;
+        let (address, num_bytes) = if span.end < self.panels.end {
+            let num_panels = span.len().min(self.panels.end - span.end);
+            (weight.panel(span.end), num_panels * weight.panel_bytes())
+        } else {
+            // How the piece after this one is cut is not known: its spans may be a group longer.
+            let most_bytes = span.len() * weight.panel_bytes() * 5 / 4;
+            (self.then.address, most_bytes.min(self.then.num_bytes))
+        };
+        let num_steps = num_blocks * span.len().div_ceil(2) * (weight.depth() / weight.arithmetic().step());
+        Ahead::new(address, num_bytes, num_steps)
+    }
+
     /// What is read after the panels from `panel` on of a group: those at the same place of the next group, and the
     /// bytes from each of them to the next.
     #[inline(always)]
@@ -292,8 +390,8 @@ impl Piece<'_> {
         if next_panel < self.panels.end {
             return (weight.panel(next_panel), weight.panel_bytes());
         }
-        let (then, stride) = self.then;
-        (then.wrapping_add((panel - group.start) * stride), stride)
+        let Then { address, stride, .. } = self.then;
+        (address.wrapping_add((panel - group.start) * stride), stride)
     }
 }
 

@@ -120,16 +120,16 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
                 first = simd.add(first, simd.load(first_bias));
                 second = simd.add(second, simd.load(second_bias));
             }
-            // The next panels of these rows are written there. A store that finds its line nowhere near holds up those
-            // after it, and at last the tiles.
-            let next = out.wrapping_add(self.pair_bytes.max(CACHE_LINE_BYTES));
-            simd.prefetch(next);
-            if self.pair_bytes > CACHE_LINE_BYTES {
-                simd.prefetch(next.wrapping_add(CACHE_LINE_BYTES));
-            }
             if self.is_gated {
                 store_vector(simd, self.dtype, simd.mul(silu(simd, first), second), out);
             } else {
+                // The next panels of these rows are written there. A store that finds its line nowhere near holds up those
+                // after it; a gate, which takes more instructions, leaves them the time.
+                let next = out.wrapping_add(self.pair_bytes);
+                simd.prefetch(next);
+                if self.pair_bytes > CACHE_LINE_BYTES {
+                    simd.prefetch(next.wrapping_add(CACHE_LINE_BYTES));
+                }
                 store_columns(simd, self.dtype, [first, second], out);
             }
         }
