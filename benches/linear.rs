@@ -122,16 +122,14 @@ impl Layers {
                 bias: std::ptr::null(),
             })
             .collect();
-        let panel_bytes = in_size * out_size * arithmetic.panel_dtype(dtype).size();
-        let num_layers = (VISITED_BYTES / panel_bytes).max(1);
+        let pack = || {
+            // SAFETY: the parts are whole.
+            unsafe { PackedWeight::pack(arithmetic, dtype, in_size, &parts, is_gated) }.expect("it is sound")
+        };
+        let mut weights = vec![pack()];
+        weights.resize_with((VISITED_BYTES / weights[0].num_bytes()).max(1), pack);
         Self {
-            weights: (0..num_layers)
-                .map(|_| {
-                    // SAFETY: the parts are whole.
-                    unsafe { PackedWeight::pack(arithmetic, dtype, in_size, &parts, is_gated) }
-                        .expect("it is sound")
-                })
-                .collect(),
+            weights,
             x: numbers(max_rows * in_size, dtype),
             out: vec![Cell::new(0); (max_rows * out_size * dtype.size()).div_ceil(4)],
             dtype,
@@ -174,10 +172,10 @@ fn linear(criterion: &mut Criterion) {
                 let mut layers = None;
                 for num_threads in thread_counts() {
                     for num_rows in NUM_ROWS {
+                        let layers =
+                            layers.get_or_insert_with(|| Layers::new(arithmetic, dtype, shape, NUM_ROWS[5]));
                         group.throughput(if num_rows == 1 {
-                            Throughput::Bytes(
-                                (in_size * out_size * arithmetic.panel_dtype(dtype).size()) as u64,
-                            )
+                            Throughput::Bytes(layers.weights[0].num_bytes() as u64)
                         } else {
                             Throughput::Elements((2 * num_rows * in_size * out_size) as u64)
                         });
@@ -185,8 +183,6 @@ fn linear(criterion: &mut Criterion) {
                             BenchmarkId::new(format!("{num_rows} rows"), format!("{num_threads} threads"));
                         group.bench_function(id, |bencher| {
                             pool::set_num_threads(num_threads).expect("a positive number");
-                            let layers = layers
-                                .get_or_insert_with(|| Layers::new(arithmetic, dtype, shape, NUM_ROWS[5]));
                             bencher.iter(|| layers.multiply(num_rows));
                         });
                     }

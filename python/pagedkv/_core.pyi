@@ -378,7 +378,7 @@ class PackedLinear:
         """Type of the weights, as in `dtype` above."""
     @property
     def num_bytes(self) -> int:
-        """Bytes of the panels: for float32 half of it where bfloat16 holds the same numbers."""
+        """Bytes of the panels: 12 bits an element where matrix tiles multiply what bfloat16 holds."""
     @property
     def num_elements(self) -> int:
         """Elements of the panels, zeros that fill them up included."""

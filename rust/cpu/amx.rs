@@ -14,7 +14,8 @@
     )
 )]
 
-/// Proof that this process may use the tiles, and that AVX-512 with its bf16 conversions is there too.
+/// Proof that this process may use the tiles, and that AVX-512 with its bf16 conversions and its permutations of bytes is
+/// there too.
 #[derive(Clone, Copy, Debug)]
 pub struct Amx(());
 
@@ -98,7 +99,7 @@ mod instructions {
             static FOUND: OnceLock<bool> = OnceLock::new();
             let found = *FOUND.get_or_init(|| {
                 let vectors = has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
-                let vectors = vectors && has!("avx512bf16");
+                let vectors = vectors && has!("avx512bf16") && has!("avx512vbmi") && has!("avx512vbmi2");
                 let tiles = __cpuid_count(7, 0).edx & CPUID_BITS == CPUID_BITS;
                 vectors && tiles && permitted()
             });

@@ -357,6 +357,60 @@ fn parts_are_as_exact_as_f32() {
     }
 }
 
+/// Where few high bytes make up a weight it lies in codes, exceptions included, and beside a part of every size it does not:
+/// products and rows are the same, bit by bit.
+#[test]
+fn codes_change_no_bit() {
+    for dtype in [Dtype::Bf16, Dtype::F32] {
+        for arithmetic in Arithmetic::available(dtype) {
+            for (in_size, num_columns) in [(5, 40), (33, 20), (96, 170), (600, 145)] {
+                let mut weights = Weights::random(dtype, &[num_columns], in_size, false, false);
+                for column in (0..num_columns).step_by(9) {
+                    let exception = [1e-30, -3e30, -0.0, 2e-38][column / 9 % 4];
+                    weights.parts[0].set(column * (in_size + 3) + column % in_size, exception);
+                }
+                let mut plain = Weights::random(dtype, &[num_columns, 40], in_size, false, false);
+                plain.parts[0].words.clone_from(&weights.parts[0].words);
+                for (idx, power) in (0..40 * (in_size + 3)).zip((-125..125).cycle()) {
+                    plain.parts[1].set(idx, 2_f32.powi(power));
+                }
+                let (weights, plain) = (weights.rounded(arithmetic), plain.rounded(arithmetic));
+                let (coded, plain) = (weights.pack(arithmetic), plain.pack(arithmetic));
+                assert_eq!(
+                    coded.is_coded(),
+                    arithmetic.takes_codes(),
+                    "{}",
+                    arithmetic.name()
+                );
+                assert!(!plain.is_coded());
+                if coded.is_coded() {
+                    assert!(coded.num_bytes() < coded.num_elements() * 27 / 16, "{in_size}");
+                }
+                let x = Rows::random(dtype, 200, in_size, 0, 4);
+                for num_rows in [1, 3, 16, 17, 31, 32, 33, 64, 65, 80, 130, 200] {
+                    let out = run(&coded, x.view(0, num_rows), Dtype::F32);
+                    let expected = run(&plain, x.view(0, num_rows), Dtype::F32);
+                    for row in 0..num_rows {
+                        assert_eq!(
+                            out.bits(row),
+                            expected.bits(row)[..num_columns],
+                            "{} {in_size} {num_columns}, row {row} of {num_rows}",
+                            arithmetic.name()
+                        );
+                    }
+                }
+                let ids: Vec<i32> = (0..).take(num_columns).collect();
+                let rows = Rows::filled(dtype, num_columns, in_size, 0);
+                // SAFETY: these are all rows, and there is room for them.
+                unsafe { coded.copy_rows(&ids, rows.view(0, num_columns).address) };
+                for row in 0..num_columns {
+                    assert_eq!(rows.bits(row), weights.parts[0].bits(row), "row {row}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn weights_in_f32_lie_as_bf16_only_where_they_are() {
     let weights = Weights::random(Dtype::F32, &[20, 4], 33, false, false);

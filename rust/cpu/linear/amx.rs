@@ -14,27 +14,16 @@
 )]
 
 use std::arch::asm;
-use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 
+use super::amx_weights::{Coded, MAX_PANELS, Near, Plain, Weights};
 use super::piece::{Meanwhile, MicroKernel, Tile, chunk_step};
 use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
-use crate::memory::CACHE_LINE_BYTES;
 
 /// Bytes of the panels that a block of rows passes by before the next block does, a part of the second-level cache, into
 /// which those that come next are asked for meanwhile.
 const SPAN_BYTES: usize = 256 << 10;
-/// Steps along K between what is multiplied and what is asked for from memory: 8 KB of each panel.
-const LEAD_STEPS: usize = 8;
-/// Bytes of a step along K in a panel, one tile, and its cache lines.
-const STEP_BYTES: usize = TILE_LEN * ROW_BYTES;
-const STEP_LINES: usize = STEP_BYTES / CACHE_LINE_BYTES;
-/// Lines of a step of two panels.
-const OWN_LINES: usize = 2 * STEP_LINES;
-/// Places in the step of a tile of two panels where lines are asked for.
-const PLACES: usize = 8;
-
 /// Rows of the upper and of the lower tiles, as configured; none at first.
 pub(super) type Shape = Cell<(usize, usize)>;
 
@@ -47,7 +36,7 @@ pub(super) struct Tiles<'a, const PARTS: usize> {
 
 /// Panels of the widest tile of so many rows.
 pub(super) fn group_panels(num_rows: usize) -> usize {
-    if num_rows > TILE_LEN { 2 } else { 4 }
+    if num_rows > TILE_LEN { 2 } else { MAX_PANELS }
 }
 
 impl<'a, const PARTS: usize> Tiles<'a, PARTS> {
@@ -68,69 +57,6 @@ impl<'a, const PARTS: usize> Tiles<'a, PARTS> {
         self.amx.configure(&shapes);
         self.shape.set((upper, lower));
     }
-}
-
-/// Asks for what is read next from memory, in small parts between the instructions of a tile.
-///
-/// A core waits for few lines at a time, and for a request that finds no room it either waits, and with it all that
-/// comes after, or drops it. So the lines are asked for one by one, as many as are used, and only once: requests of the
-/// tiles that are loaded next from the second-level cache cost more than they save.
-struct Requests {
-    /// Where the first panel is asked for in this step.
-    at: *const u8,
-    /// Bytes from a panel that is asked for to the next one.
-    stride: usize,
-    /// The step from which on the panels end within `LEAD_STEPS`.
-    last_steps: usize,
-    /// What is asked for then, and bytes from a panel of it to the next.
-    ahead: *const u8,
-    ahead_stride: usize,
-}
-
-impl Requests {
-    #[inline(always)]
-    fn new(tile: &Tile) -> Self {
-        let num_steps = tile.depth / DEPTH;
-        let last_steps = num_steps.saturating_sub(LEAD_STEPS);
-        let missing = last_steps + LEAD_STEPS - num_steps;
-        Self {
-            at: tile.panels.wrapping_add(LEAD_STEPS * STEP_BYTES),
-            stride: tile.panel_stride,
-            last_steps,
-            ahead: tile.ahead.wrapping_add(missing * STEP_BYTES),
-            ahead_stride: tile.ahead_stride,
-        }
-    }
-
-    /// Begins a step. Panels are asked for `LEAD_STEPS` before they are read, those of the next tile at the end.
-    #[inline(always)]
-    fn begin_step(&mut self, step: usize) {
-        if step == self.last_steps {
-            (self.at, self.stride) = (self.ahead, self.ahead_stride);
-        }
-    }
-
-    /// One of `PARTS` parts of the requests that belong to a panel of the tile.
-    #[inline(always)]
-    fn part<const PARTS: usize>(&self, part: usize, panel: usize) {
-        let lines = STEP_LINES / PARTS;
-        let at = self.at.wrapping_add(panel * self.stride);
-        for line in lines * part..lines * (part + 1) {
-            prefetch(at.wrapping_add(line * CACHE_LINE_BYTES));
-        }
-    }
-
-    #[inline(always)]
-    fn end_step(&mut self) {
-        self.at = self.at.wrapping_add(STEP_BYTES);
-    }
-}
-
-/// Asks for a line, which may be any, into the second-level cache.
-#[inline(always)]
-fn prefetch(address: *const u8) {
-    // SAFETY: a prefetch accesses nothing.
-    unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
 }
 
 /// Nothing to do meanwhile.
@@ -198,54 +124,43 @@ macro_rules! store {
 }
 
 /// Up to 32 rows, more than 16, by two panels. Between the instructions, which leave most units of the processor idle,
-/// as many lines of what is read later are asked for in a step as `LINES` says (`OWN_LINES`: of these panels, which come
-/// from memory), and a part of `meanwhile` is done in every step.
+/// a part of what the weights need and of `meanwhile` is done.
 ///
 /// # Safety
-/// As `MicroKernel::tile_while`; the tiles are configured.
-#[inline(always)]
-unsafe fn two_by_two<const LINES: usize>(tile: &Tile, meanwhile: &mut impl Meanwhile) {
+/// As `MicroKernel::tile_while`; the tiles are configured; if `W` is `Coded`, the panels are.
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512vbmi2,avx2,fma,f16c"
+)]
+unsafe fn two_by_two<W: Weights>(tile: &Tile<'_>, meanwhile: &mut impl Meanwhile) {
+    let mut weights = W::new(tile);
     let mut x = [0, TILE_LEN].map(|row| tile.x.wrapping_add(row * tile.x_stride));
-    let mut weights = [0, 1].map(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
-    let mut requests = Requests::new(tile);
-    let mut ahead = tile.ahead;
     // SAFETY: the caller vouches for the memory, and configured the tiles. What the registers hold stays from one
     // instruction to the next, since the compiler knows none of them.
     unsafe {
-        macro_rules! ask {
-            ($panel:literal, $part:literal) => {
-                if LINES == OWN_LINES {
-                    requests.part::<4>($part, $panel);
-                } else if LINES > 0 && (4 * $panel + $part) % (PLACES / LINES) == 0 {
-                    prefetch(ahead);
-                    ahead = ahead.wrapping_add(CACHE_LINE_BYTES);
-                }
-            };
-        }
+        weights.begin::<2>();
         zero!(0, 1, 2, 3);
         for step in 0..tile.depth / DEPTH {
-            requests.begin_step(step);
+            weights.begin_step(step);
             // Each tile is loaded just before the first product that needs it.
             load_x!(4, x[0], tile.x_stride);
-            load_weights!(6, weights[0]);
-            ask!(0, 0);
+            load_weights!(6, weights.at(0));
+            weights.part::<4>(0, 0);
             multiply!(0, 4, 6);
-            ask!(0, 1);
-            load_weights!(7, weights[1]);
-            ask!(0, 2);
+            weights.part::<4>(1, 0);
+            load_weights!(7, weights.at(1));
+            weights.part::<4>(2, 0);
             multiply!(1, 4, 7);
-            ask!(0, 3);
+            weights.part::<4>(3, 0);
             load_x!(5, x[1], tile.x_stride);
-            ask!(1, 0);
+            weights.part::<4>(0, 1);
             multiply!(2, 5, 6);
-            ask!(1, 1);
-            ask!(1, 2);
+            weights.part::<4>(1, 1);
+            weights.part::<4>(2, 1);
             multiply!(3, 5, 7);
-            ask!(1, 3);
-            requests.end_step();
+            weights.part::<4>(3, 1);
+            weights.end_step();
             meanwhile.next();
             x = x.map(|rows| rows.wrapping_add(ROW_BYTES));
-            weights = weights.map(|panel| panel.wrapping_add(STEP_BYTES));
         }
         let stride = tile.sums_stride * size_of::<f32>();
         let lower = tile.sums.wrapping_add(TILE_LEN * tile.sums_stride);
@@ -256,45 +171,40 @@ unsafe fn two_by_two<const LINES: usize>(tile: &Tile, meanwhile: &mut impl Meanw
     }
 }
 
-/// Up to 16 rows by one, two or four panels, and a part of `meanwhile` in every step.
+/// Up to 16 rows by one, two or four panels, otherwise as `two_by_two`.
 ///
 /// # Safety
-/// As `MicroKernel::tile_while`; the tiles are configured.
-#[inline(always)]
-unsafe fn one_by_some<const PANELS: usize>(tile: &Tile, meanwhile: &mut impl Meanwhile) {
+/// As `two_by_two`.
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512vbmi2,avx2,fma,f16c"
+)]
+unsafe fn one_by_some<W: Weights, const PANELS: usize>(tile: &Tile<'_>, meanwhile: &mut impl Meanwhile) {
+    let mut weights = W::new(tile);
     let mut x = tile.x;
-    let mut weights: [_; PANELS] =
-        std::array::from_fn(|panel| tile.panels.wrapping_add(panel * tile.panel_stride));
-    let mut requests = Requests::new(tile);
-    let asks = tile.reads;
     // SAFETY: as in `two_by_two`.
     unsafe {
         macro_rules! panel {
-            ($panel:literal, $weights:literal) => {
+            ($panel:literal, $tile:literal) => {
                 if $panel < PANELS {
-                    load_weights!($weights, weights[$panel]);
-                    if asks {
-                        requests.part::<2>(0, $panel);
-                    }
-                    multiply!($panel, 4, $weights);
-                    if asks {
-                        requests.part::<2>(1, $panel);
-                    }
+                    load_weights!($tile, weights.at($panel));
+                    weights.part::<2>(0, $panel);
+                    multiply!($panel, 4, $tile);
+                    weights.part::<2>(1, $panel);
                 }
             };
         }
+        weights.begin::<PANELS>();
         zero!(0, 1, 2, 3);
         for step in 0..tile.depth / DEPTH {
-            requests.begin_step(step);
+            weights.begin_step(step);
             load_x!(4, x, tile.x_stride);
             panel!(0, 6);
             panel!(1, 7);
             panel!(2, 6);
             panel!(3, 7);
-            requests.end_step();
+            weights.end_step();
             meanwhile.next();
             x = x.wrapping_add(ROW_BYTES);
-            weights = weights.map(|panel| panel.wrapping_add(STEP_BYTES));
         }
         macro_rules! store_panel {
             ($panel:literal) => {
@@ -308,6 +218,23 @@ unsafe fn one_by_some<const PANELS: usize>(tile: &Tile, meanwhile: &mut impl Mea
         store_panel!(1);
         store_panel!(2);
         store_panel!(3);
+    }
+}
+
+/// A tile, whatever its shape.
+///
+/// # Safety
+/// As `two_by_two`.
+#[inline(always)]
+unsafe fn multiply<W: Weights>(tile: &Tile<'_>, meanwhile: &mut impl Meanwhile) {
+    // SAFETY: passed on.
+    unsafe {
+        match (tile.num_panels, tile.num_rows > TILE_LEN) {
+            (2, true) => two_by_two::<W>(tile, meanwhile),
+            (2, false) => one_by_some::<W, 2>(tile, meanwhile),
+            (MAX_PANELS, false) => one_by_some::<W, MAX_PANELS>(tile, meanwhile),
+            _ => one_by_some::<W, 1>(tile, meanwhile),
+        }
     }
 }
 
@@ -326,38 +253,41 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
     }
 
     #[inline(always)]
-    unsafe fn tile_while(self, tile: &Tile, meanwhile: &mut impl Meanwhile) {
+    unsafe fn tile_while(self, tile: &Tile<'_>, meanwhile: &mut impl Meanwhile) {
         debug_assert!(!tile.resumes, "no sums are put aside");
         let lower = tile.num_rows.saturating_sub(TILE_LEN);
-        self.configure(tile.num_rows - lower, lower);
-        // SAFETY: passed on.
-        unsafe {
-            match (tile.num_panels, lower) {
-                (2, 1..) if tile.reads => two_by_two::<OWN_LINES>(tile, meanwhile),
-                (2, 1..) => match tile.ahead_lines {
-                    0 => two_by_two::<0>(tile, meanwhile),
-                    1 | 2 => two_by_two::<2>(tile, meanwhile),
-                    3 | 4 => two_by_two::<4>(tile, meanwhile),
-                    _ => two_by_two::<8>(tile, meanwhile),
-                },
-                (4, 0) => one_by_some::<4>(tile, meanwhile),
-                (2, 0) => one_by_some::<2>(tile, meanwhile),
-                _ => self.tile(tile),
+        if matches!((tile.num_panels, lower), (2, _) | (1 | MAX_PANELS, 0)) {
+            self.configure(tile.num_rows - lower, lower);
+            // SAFETY: passed on.
+            unsafe {
+                match (tile.coded.is_some(), tile.reads, tile.ahead_lines) {
+                    (true, true, _) => multiply::<Coded<true>>(tile, meanwhile),
+                    (true, false, _) => multiply::<Coded<false>>(tile, meanwhile),
+                    (false, true, _) => multiply::<Plain>(tile, meanwhile),
+                    _ if lower == 0 => multiply::<Near<0>>(tile, meanwhile),
+                    (false, false, 0) => two_by_two::<Near<0>>(tile, meanwhile),
+                    (false, false, 1) => two_by_two::<Near<1>>(tile, meanwhile),
+                    (false, false, 2) => two_by_two::<Near<2>>(tile, meanwhile),
+                    (false, false, 4) => two_by_two::<Near<4>>(tile, meanwhile),
+                    (false, false, _) => two_by_two::<Near<8>>(tile, meanwhile),
+                }
             }
+        } else {
+            // SAFETY: passed on.
+            unsafe { self.tile(tile) };
         }
         while meanwhile.next() {}
     }
 
-    unsafe fn tile(self, tile: &Tile) {
+    unsafe fn tile(self, tile: &Tile<'_>) {
         for first_row in (0..tile.num_rows).step_by(TILE_LEN) {
-            let num_rows = TILE_LEN.min(tile.num_rows - first_row);
-            self.configure(num_rows, 0);
             for panel in 0..tile.num_panels {
                 let part = Tile {
-                    num_rows,
+                    num_rows: TILE_LEN.min(tile.num_rows - first_row),
                     num_panels: 1,
                     x: tile.x.wrapping_add(first_row * tile.x_stride),
                     panels: tile.panels.wrapping_add(panel * tile.panel_stride),
+                    coded: tile.coded.map(|panels| panels.from(panel)),
                     sums: tile
                         .sums
                         .wrapping_add(first_row * tile.sums_stride + panel * LANES),
@@ -365,7 +295,7 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
                     ..*tile
                 };
                 // SAFETY: a part of what the caller vouches for.
-                unsafe { one_by_some::<1>(&part, &mut Nothing) };
+                unsafe { self.tile_while(&part, &mut Nothing) };
             }
         }
     }

@@ -136,6 +136,15 @@ impl Arithmetic {
         }
     }
 
+    /// Whether it takes panels of bf16 whose elements are codes of twelve bits.
+    pub fn takes_codes(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(_) | Self::AmxThirds(_) => true,
+            _ => false,
+        }
+    }
+
     /// Elements along K that are multiplied in one step; rows and panels are filled up with zeros to whole steps.
     pub(super) fn step(self) -> usize {
         match self {

@@ -35,7 +35,7 @@ impl DotBf16 {
 
 /// R rows by P panels.
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn multiply<const R: usize, const P: usize>(tile: &Tile) {
+unsafe fn multiply<const R: usize, const P: usize>(tile: &Tile<'_>) {
     let mut sums = [[_mm512_setzero_ps(); P]; R];
     let at = |row: usize, panel: usize| tile.sums.wrapping_add(row * tile.sums_stride + panel * LANES);
     if tile.resumes {
@@ -82,7 +82,7 @@ unsafe fn multiply<const R: usize, const P: usize>(tile: &Tile) {
 
 /// Any number of rows by P panels.
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn rows<const P: usize>(tile: &Tile) {
+unsafe fn rows<const P: usize>(tile: &Tile<'_>) {
     // SAFETY: passed on.
     unsafe {
         match tile.num_rows {
@@ -108,7 +108,7 @@ impl MicroKernel for DotBf16 {
         WIDE
     }
 
-    unsafe fn tile(self, tile: &Tile) {
+    unsafe fn tile(self, tile: &Tile<'_>) {
         // SAFETY: `self` proves the instructions; the rest is passed on, whole or in parts.
         unsafe {
             match tile.num_panels {

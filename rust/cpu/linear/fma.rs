@@ -53,7 +53,7 @@ impl<S: Simd, E: Element> Fma<S, E> {
     }
 
     #[inline(always)]
-    unsafe fn rows<const P: usize>(self, tile: &Tile) {
+    unsafe fn rows<const P: usize>(self, tile: &Tile<'_>) {
         // SAFETY: passed on.
         unsafe {
             match tile.num_rows {
@@ -71,7 +71,7 @@ impl<S: Simd, E: Element> Fma<S, E> {
     #[inline(always)]
     unsafe fn add_products<const R: usize, const P: usize>(
         self,
-        tile: &Tile,
+        tile: &Tile<'_>,
         x: *const u8,
         weights: *const u8,
         sums: &mut [[S::V; P]; R],
@@ -92,7 +92,7 @@ impl<S: Simd, E: Element> Fma<S, E> {
 
     /// R rows by P panels.
     #[inline(always)]
-    unsafe fn multiply<const R: usize, const P: usize>(self, tile: &Tile) {
+    unsafe fn multiply<const R: usize, const P: usize>(self, tile: &Tile<'_>) {
         let simd = self.simd;
         let mut sums = [[simd.splat(0.0); P]; R];
         let at = |row: usize, panel: usize| tile.sums.wrapping_add(row * tile.sums_stride + panel * LANES);
@@ -150,7 +150,7 @@ impl<S: Simd, E: Element> MicroKernel for Fma<S, E> {
     }
 
     #[inline(always)]
-    unsafe fn tile(self, tile: &Tile) {
+    unsafe fn tile(self, tile: &Tile<'_>) {
         if S::TILE_VECTORS >= WIDE && tile.num_panels == WIDE {
             // SAFETY: passed on.
             unsafe { self.rows::<WIDE>(tile) };

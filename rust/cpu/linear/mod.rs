@@ -2,11 +2,16 @@
 //!
 //! | file | owns |
 //! |---|---|
-//! | `packed` | the weights in panels of sixteen columns, and their way there and back |
+//! | `packed` | the weights in panels of sixteen columns, as they are or as codes |
+//! | `packing` | their way there |
+//! | `coded` | bf16 in twelve bits |
 //! | `memory` | what the panels lie in |
 //! | `arithmetic` | how products are summed, one way for a process and a type |
 //! | `thirds` | f32 as sums of three numbers of bf16 |
 //! | `fma`, `dot_bf16`, `amx` | the inner loops: one tile of rows and panels |
+//! | `amx_weights` | how the weights of a tile come from memory meanwhile, and from their codes |
+//! | `near` | where elements come to be that were codes |
+//! | `ahead` | what is asked for from memory next |
 //! | `piece` | the loops around them: cache blocking |
 //! | `write` | what is done to a sum before it is written, and its way to the result |
 //!
@@ -16,14 +21,20 @@
 //! continued: the same additions. The callers are the bindings (`rust/python/linear.rs`),
 //! `layer`, `decoder` and the benchmark.
 
+mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_weights;
 mod arithmetic;
+mod coded;
 #[cfg(target_arch = "x86_64")]
 mod dot_bf16;
 mod fma;
 mod memory;
+mod near;
 mod packed;
+mod packing;
 mod piece;
 mod thirds;
 mod write;
@@ -195,7 +206,7 @@ impl Linear<'_> {
                         rows: cut_rows(rows, step, chunk, num_chunks)
                             ..cut_rows(rows, step, chunk + 1, num_chunks),
                         panels: own,
-                        then: piece::Then {
+                        then: ahead::Then {
                             address: weight.panel(then.start),
                             stride: weight.panel_bytes(),
                             num_bytes: then.len() * weight.panel_bytes(),

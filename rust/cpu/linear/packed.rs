@@ -2,23 +2,19 @@
 //!
 //! Element (k, column) of a panel lies at `[k / pair][column][k % pair]`, so that one step along K reads sixteen
 //! columns, or sixteen pairs, from one or two cache lines, and a whole product reads every panel from front to back.
+//! Where elements are coded (`coded`), a panel holds their codes instead, step by step in the same order.
 //! Columns and steps that the weight does not have are zeros. Several weights on the same x are packed as one: one
 //! after the other (q, k and v), or by turns of sixteen columns where the first gates the second.
 
 use std::ops::Range;
 
+use super::coded::{self, Code, Coding};
 use super::memory::Memory;
+use super::packing::Packing;
 use super::{Arithmetic, thirds};
 use crate::cpu::InvalidArgument;
-use crate::cpu::element::{Dtype, load_row};
+use crate::cpu::element::Dtype;
 use crate::cpu::isa::LANES;
-use crate::cpu::pool;
-
-/// Panels that a thread packs at a time.
-const PANELS_PER_PIECE: usize = 16;
-
-/// Bytes that a thread packs in a nanosecond, for the estimate of the duration.
-const PACKED_BYTES_PER_NS: usize = 1;
 
 /// A weight `[num_rows, K]` in memory, with its bias, before it is packed.
 #[derive(Clone, Copy, Debug)]
@@ -41,12 +37,14 @@ unsafe impl Sync for Part {}
 /// A weight in panels, and its bias.
 pub struct PackedWeight {
     panels: Memory,
+    /// If the panels are coded.
+    coding: Option<Coding>,
     /// By column of the panels; empty if there is none.
     bias: Vec<f32>,
     arithmetic: Arithmetic,
     /// Of the weight, of rows that are multiplied by it, and of their results.
     dtype: Dtype,
-    /// Of the elements in the panels.
+    /// Of the elements in the panels, or of those that coded ones stand for.
     panel_dtype: Dtype,
     in_size: usize,
     out_size: usize,
@@ -55,27 +53,6 @@ pub struct PackedWeight {
     depth: usize,
     is_gated: bool,
 }
-
-/// Writes panels from their parts.
-struct Packing<'a> {
-    parts: &'a [Part],
-    is_gated: bool,
-    dtype: Dtype,
-    panel_dtype: Dtype,
-    in_size: usize,
-    depth: usize,
-    pair: usize,
-}
-
-/// A few panels to write.
-struct Panels {
-    first: usize,
-    count: usize,
-    address: *mut u8,
-}
-
-// SAFETY: the address is of memory that this piece of work alone writes.
-unsafe impl Send for Panels {}
 
 impl PackedWeight {
     /// Packs parts for the arithmetic that the process uses for such weights: see `pack`.
@@ -136,6 +113,12 @@ impl PackedWeight {
         } else {
             num_columns.div_ceil(LANES)
         };
+        let code = if arithmetic.takes_codes() {
+            // SAFETY: passed on; what takes codes takes bf16.
+            unsafe { Code::choose(dtype, in_size, parts) }
+        } else {
+            None
+        };
         let packing = Packing {
             parts,
             is_gated,
@@ -146,9 +129,11 @@ impl PackedWeight {
             pair: arithmetic.pair(),
         };
         // SAFETY: passed on.
-        let (panels, bias) = unsafe { (packing.panels(num_panels), packing.bias(num_panels)) };
+        let ((panels, coding), bias) =
+            unsafe { (packing.panels(num_panels, code), packing.bias(num_panels)) };
         Ok(Self {
             panels,
+            coding,
             bias,
             arithmetic,
             dtype,
@@ -186,9 +171,14 @@ impl PackedWeight {
         self.arithmetic
     }
 
-    /// Bytes of the panels.
+    /// Bytes of the panels, and of what is needed to read them.
     pub fn num_bytes(&self) -> usize {
-        self.panels.num_bytes()
+        self.panels.num_bytes() + self.coding.as_ref().map_or(0, Coding::num_bytes)
+    }
+
+    /// Whether elements lie as codes of twelve bits.
+    pub fn is_coded(&self) -> bool {
+        self.coding.is_some()
     }
 
     /// Elements of the panels, padding included.
@@ -223,12 +213,26 @@ impl PackedWeight {
         (0..num_shares).map(|idx| cut(idx)..cut(idx + 1)).collect()
     }
 
-    /// Bytes of a panel.
-    pub(super) fn panel_bytes(&self) -> usize {
-        self.depth * LANES * self.panel_dtype.size()
+    /// How the panels are coded, if they are.
+    pub(super) fn coding(&self) -> Option<&Coding> {
+        self.coding.as_ref()
     }
 
-    /// Address of a panel's first element.
+    /// Bytes of a panel.
+    pub(super) fn panel_bytes(&self) -> usize {
+        panel_bytes(self.num_panel_elements(), self.panel_dtype, self.is_coded())
+    }
+
+    /// Bytes of a panel that is not coded, or no longer.
+    pub(super) fn plain_panel_bytes(&self) -> usize {
+        panel_bytes(self.num_panel_elements(), self.panel_dtype, false)
+    }
+
+    fn num_panel_elements(&self) -> usize {
+        self.depth * LANES
+    }
+
+    /// Where a panel begins.
     pub(super) fn panel(&self, panel: usize) -> *const u8 {
         debug_assert!(panel < self.num_panels);
         self.panels
@@ -265,10 +269,10 @@ impl PackedWeight {
         let row_bytes = self.in_size * self.dtype.size();
         for (idx, &row) in row_ids.iter().enumerate() {
             let row = row.unsigned_abs() as usize; // Checked: not negative.
-            let (panel, out) = (self.panel(row / LANES), out.wrapping_add(idx * row_bytes));
+            let (panel, lane) = (row / LANES, row % LANES);
+            let out = out.wrapping_add(idx * row_bytes);
             // SAFETY: the panel is `depth` elements deep; the caller vouches for `out`.
             unsafe {
-                let lane = row % LANES;
                 match (self.dtype, self.panel_dtype) {
                     (Dtype::F32, Dtype::Bf16) => self.copy_lane(panel, lane, out, thirds::widen),
                     (Dtype::F32, _) => self.copy_lane(panel, lane, out, |word: u32| word),
@@ -282,12 +286,33 @@ impl PackedWeight {
     ///
     /// # Safety
     /// The panel holds elements like `P`; `out` is writable for `in_size` like `T`, and nobody else accesses it.
-    unsafe fn copy_lane<P: Copy, T>(&self, panel: *const u8, lane: usize, out: *mut u8, widen: fn(P) -> T) {
-        let (panel, out) = (panel.cast::<P>(), out.cast::<T>());
+    unsafe fn copy_lane<P: Copy + From<u16>, T>(
+        &self,
+        panel: usize,
+        lane: usize,
+        out: *mut u8,
+        widen: fn(P) -> T,
+    ) {
+        let (address, out) = (self.panel(panel), out.cast::<T>());
         let pair = self.arithmetic.pair();
         for k in 0..self.in_size {
+            let element = offset(k, lane, pair);
             // SAFETY: k is within the panel and within `out`.
-            unsafe { *out.add(k) = widen(*panel.add(offset(k, lane, pair))) };
+            unsafe {
+                let element = match &self.coding {
+                    Some(coding) => coding.code.element(address, element).into(),
+                    None => *address.cast::<P>().add(element),
+                };
+                *out.add(k) = widen(element);
+            }
+        }
+        let exceptions = self.coding.iter().flat_map(|coding| coding.exceptions(panel));
+        for exception in exceptions {
+            let (k, of_lane) = place(exception.element(), pair);
+            if of_lane == lane {
+                // SAFETY: what fills the panel up has a code, so k is within `out`.
+                unsafe { *out.add(k) = widen(exception.bits.into()) };
+            }
         }
     }
 }
@@ -302,103 +327,25 @@ impl std::fmt::Debug for PackedWeight {
     }
 }
 
+/// Bytes of a panel of so many elements.
+pub(super) fn panel_bytes(num_elements: usize, dtype: Dtype, is_coded: bool) -> usize {
+    if is_coded {
+        num_elements / coded::STEP_ELEMENTS * coded::STEP_BYTES
+    } else {
+        num_elements * dtype.size()
+    }
+}
+
 /// Elements from the beginning of a panel to one of its own.
 #[inline]
-fn offset(k: usize, lane: usize, pair: usize) -> usize {
+pub(super) fn offset(k: usize, lane: usize, pair: usize) -> usize {
     (k / pair * LANES + lane) * pair + k % pair
 }
 
-impl Packing<'_> {
-    /// The part and the row of it that a column of the panels shows, if there is one.
-    fn source(&self, column: usize) -> Option<(&Part, usize)> {
-        if self.is_gated {
-            let part = &self.parts[column / LANES % 2];
-            let row = column / LANES / 2 * LANES + column % LANES;
-            return (row < part.num_rows).then_some((part, row));
-        }
-        let mut row = column;
-        for part in self.parts {
-            if row < part.num_rows {
-                return Some((part, row));
-            }
-            row -= part.num_rows;
-        }
-        None
-    }
-
-    /// # Safety
-    /// The parts are readable.
-    unsafe fn panels(&self, num_panels: usize) -> Memory {
-        let panel_bytes = self.depth * LANES * self.panel_dtype.size();
-        let memory = Memory::new(num_panels * panel_bytes);
-        let address = memory.address();
-        let mut pieces: Vec<Panels> = (0..num_panels)
-            .step_by(PANELS_PER_PIECE)
-            .map(|first| Panels {
-                first,
-                count: PANELS_PER_PIECE.min(num_panels - first),
-                address: address.wrapping_add(first * panel_bytes),
-            })
-            .collect();
-        let estimated_ns = num_panels * panel_bytes / PACKED_BYTES_PER_NS / pool::num_threads();
-        // The threads that fill the memory are also the first to touch it: its pages are made in parallel.
-        pool::for_each(&mut pieces, estimated_ns as u64, |piece| {
-            for panel in 0..piece.count {
-                let out = piece.address.wrapping_add(panel * panel_bytes);
-                // SAFETY: the panel lies within the memory, and this piece alone writes it.
-                unsafe {
-                    let panel = piece.first + panel;
-                    match (self.dtype, self.panel_dtype) {
-                        (Dtype::F32, Dtype::Bf16) => self.write_panel(panel, out, thirds::upper_half),
-                        (Dtype::F32, _) => self.write_panel(panel, out, |word: u32| word),
-                        (Dtype::Bf16 | Dtype::F16, _) => self.write_panel(panel, out, |half: u16| half),
-                    }
-                }
-            }
-        });
-        memory
-    }
-
-    /// Writes a panel, each element by way of `narrow`.
-    ///
-    /// # Safety
-    /// The parts are readable, and hold elements like `T`; `out` is writable for a panel of elements like `P`.
-    unsafe fn write_panel<T: Copy, P: Default>(&self, panel: usize, out: *mut u8, narrow: fn(T) -> P) {
-        let out = out.cast::<P>();
-        let rows: [Option<*const T>; LANES] = std::array::from_fn(|lane| {
-            let (part, row) = self.source(panel * LANES + lane)?;
-            Some(part.weight.cast::<T>().wrapping_add(row * part.row_stride))
-        });
-        for k in 0..self.depth {
-            for (lane, row) in rows.iter().enumerate() {
-                let value = match row {
-                    // SAFETY: k is within the row.
-                    Some(row) if k < self.in_size => narrow(unsafe { *row.add(k) }),
-                    _ => P::default(),
-                };
-                // SAFETY: the offset is within the panel.
-                unsafe { *out.add(offset(k, lane, self.pair)) = value };
-            }
-        }
-    }
-
-    /// # Safety
-    /// The biases are readable.
-    unsafe fn bias(&self, num_panels: usize) -> Vec<f32> {
-        if self.parts.iter().all(|part| part.bias.is_null()) {
-            return Vec::new();
-        }
-        let mut bias = vec![0.0; num_panels * LANES];
-        for (column, value) in bias.iter_mut().enumerate() {
-            let Some((part, row)) = self.source(column) else {
-                continue;
-            };
-            if !part.bias.is_null() {
-                let address = part.bias.wrapping_add(row * self.dtype.size());
-                // SAFETY: the bias has an element for every row of its part.
-                unsafe { load_row(self.dtype, address, std::slice::from_mut(value)) };
-            }
-        }
-        bias
-    }
+/// The inverse of `offset`: k and lane.
+fn place(element: usize, pair: usize) -> (usize, usize) {
+    (
+        element / (pair * LANES) * pair + element % pair,
+        element / pair % LANES,
+    )
 }

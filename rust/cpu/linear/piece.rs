@@ -11,12 +11,13 @@
     reason = "a kernel is compiled for an instruction set by being inlined"
 )]
 
-use std::cell::Cell;
 use std::ops::Range;
 
+use super::ahead::{self, Ahead, Then};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::fma::Fma;
+use super::near::{CodedPanels, NEAR, Weights};
 #[cfg(target_arch = "x86_64")]
 use super::thirds;
 use super::write::{Block, Writing};
@@ -32,15 +33,9 @@ const CHUNK_BYTES: usize = 1 << 20;
 const CHUNK_ROWS: usize = 512;
 /// Rows of the largest tile.
 const TILE_ROWS: usize = 32;
-/// Most lines to ask for in a step along K while tiles come from the second-level cache. Both take the few places where a
-/// core waits for lines: a step of two by two tiles took 31 ns, 33 with four lines, 50 with eight, and 120 with all 32.
-const MAX_LINES_A_STEP: usize = 8;
-
-thread_local! {
-    /// Where the panels begin that this thread asked for last: those of the next piece, in most cases.
-    static ASKED: Cell<*const u8> = const { Cell::new(std::ptr::null()) };
-}
-
+/// Most blocks of rows for each of which elements of coded panels are put together again: to keep them for that many costs
+/// more, since they do not stay in the nearest cache.
+const MOST_EXPANDED: usize = 2;
 /// What the rows of a chunk are a multiple of: those of the largest tile that has all parts of each row of x.
 pub(super) fn chunk_step(parts: usize) -> usize {
     TILE_ROWS / parts * parts
@@ -54,7 +49,7 @@ pub(super) fn rows_per_chunk(row_bytes: usize, parts: usize) -> usize {
 
 /// One tile: rows of x times panels, summed over a cut of K.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tile {
+pub(super) struct Tile<'k> {
     pub(super) num_rows: usize,
     pub(super) num_panels: usize,
     /// Elements along K, whole steps.
@@ -62,9 +57,11 @@ pub(super) struct Tile {
     pub(super) x: *const u8,
     /// Bytes from a row of x to the next.
     pub(super) x_stride: usize,
+    /// The elements; where they come to be, if they are `coded`.
     pub(super) panels: *const u8,
     /// Bytes from a panel to the next.
     pub(super) panel_stride: usize,
+    pub(super) coded: Option<CodedPanels<'k>>,
     /// `[num_rows, num_panels * LANES]`, f32.
     pub(super) sums: *mut f32,
     /// Elements from a row of sums to the next.
@@ -80,46 +77,6 @@ pub(super) struct Tile {
     /// Cache lines of it to fetch in a step along K: blocks of rows and cuts share them out, since memory delivers little
     /// at a time. The kernel of AMX has lines of its own to fetch where it `reads`, and these where it does not.
     pub(super) ahead_lines: usize,
-}
-
-/// What a thread reads after a span of panels: asked for by all blocks of rows that read the span again.
-#[derive(Clone, Copy, Debug)]
-struct Ahead {
-    at: *const u8,
-    /// Cache lines that are left, and how many of them are asked for in a step along K.
-    num_lines: usize,
-    lines_a_step: usize,
-}
-
-impl Ahead {
-    /// So many bytes, asked for in so many steps.
-    fn new(at: *const u8, num_bytes: usize, num_steps: usize) -> Self {
-        let num_lines = num_bytes.div_ceil(CACHE_LINE_BYTES);
-        let num_steps = num_steps.max(1);
-        // A quarter may be left: to whoever reads them, without asking, one line after the other.
-        let lines_a_step = (num_lines * 3 / 4).div_ceil(num_steps).next_power_of_two();
-        let num_lines = num_lines.min(lines_a_step * num_steps);
-        Self {
-            at,
-            num_lines,
-            lines_a_step: if lines_a_step > MAX_LINES_A_STEP {
-                0
-            } else {
-                lines_a_step
-            },
-        }
-    }
-
-    /// What to ask for in each of the next steps, as in `Tile`: from where on, with no panels apart, how many lines.
-    fn take(&mut self, num_steps: usize) -> (*const u8, usize, usize) {
-        if self.num_lines == 0 || self.lines_a_step == 0 {
-            return (self.at, 0, 0);
-        }
-        let (at, num_lines) = (self.at, self.lines_a_step * num_steps);
-        self.at = at.wrapping_add(num_lines * CACHE_LINE_BYTES);
-        self.num_lines = self.num_lines.saturating_sub(num_lines);
-        (at, 0, self.lines_a_step)
-    }
 }
 
 /// Small parts of other work. Not a closure, which would be compiled without the instructions of its kernel.
@@ -153,7 +110,7 @@ pub(super) trait MicroKernel: Copy {
     /// # Safety
     /// Rows and panels are readable, the sums writable, for what the tile says; numbers of rows and panels are at
     /// least 1 and no more than the limits.
-    unsafe fn tile(self, tile: &Tile);
+    unsafe fn tile(self, tile: &Tile<'_>);
 
     /// Computes a tile, and does `meanwhile` until nothing is left of it: first, unless the instructions of the tile
     /// leave the units idle that it needs.
@@ -161,7 +118,7 @@ pub(super) trait MicroKernel: Copy {
     /// # Safety
     /// As `tile`; `meanwhile` touches nothing that the tile reads or writes.
     #[inline(always)]
-    unsafe fn tile_while(self, tile: &Tile, meanwhile: &mut impl Meanwhile) {
+    unsafe fn tile_while(self, tile: &Tile<'_>, meanwhile: &mut impl Meanwhile) {
         while meanwhile.next() {}
         // SAFETY: passed on.
         unsafe { self.tile(tile) };
@@ -186,16 +143,6 @@ pub(super) struct Piece<'k> {
     pub(super) rows: Range<usize>,
     pub(super) panels: Range<usize>,
     pub(super) then: Then,
-}
-
-/// Panels that a thread will probably read after those of a piece, if it is known; else some that it has read.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Then {
-    pub(super) address: *const u8,
-    /// Bytes from a panel to the next.
-    pub(super) stride: usize,
-    /// Bytes of all of them.
-    pub(super) num_bytes: usize,
 }
 
 // SAFETY: `then` is never followed, only fetched from; the rest may be sent.
@@ -227,9 +174,36 @@ impl Kernel for &mut Piece<'_> {
     }
 }
 
+/// What is asked for while a group of panels is multiplied.
+enum Requests<'a> {
+    /// What is read after the group, which comes from memory itself.
+    Own,
+    /// What is read after the span.
+    Ahead(&'a mut Ahead),
+    /// Nothing.
+    None,
+}
+
+impl Requests<'_> {
+    /// Those of a tile of so many steps, as in `Tile`: from where on, bytes from a panel to the next, lines in a step.
+    #[inline(always)]
+    fn take(
+        &mut self,
+        num_steps: usize,
+        own: impl FnOnce() -> (*const u8, usize, usize),
+    ) -> (*const u8, usize, usize) {
+        match self {
+            Self::Own => own(),
+            Self::Ahead(ahead) => ahead.take(num_steps),
+            Self::None => (std::ptr::null(), 0, 0),
+        }
+    }
+}
+
 impl Piece<'_> {
     #[inline(always)]
     fn multiply<S: Simd, M: MicroKernel>(&self, simd: S, kernel: M) {
+        let weight = self.call.weight;
         let mut buffer = AlignedBuffer::default();
         let rows_per_chunk = rows_per_chunk(self.x.row_bytes(), M::PARTS);
         let num_rows = self.rows.len().min(rows_per_chunk);
@@ -249,44 +223,50 @@ impl Piece<'_> {
             turn: 0,
             complete: Block::empty(),
         };
+        let mut near = NEAR.take();
         for first_row in self.rows.clone().step_by(rows_per_chunk) {
             let chunk = first_row..self.rows.end.min(first_row + rows_per_chunk);
-            let (pass_rows, most_panels) = kernel.pass(chunk.len(), group, self.call.weight.panel_bytes());
-            let num_groups = self.panels.len().div_ceil(group);
-            let num_panels = group * block_len(num_groups, most_panels / group);
+            let (pass_rows, most_panels) = kernel.pass(chunk.len(), group, weight.plain_panel_bytes());
+            let is_coded = weight.coding().is_some();
+            let are_kept = !is_coded || chunk.len() > MOST_EXPANDED * pass_rows;
+            let num_panels = group * block_len(self.panels.len().div_ceil(group), most_panels / group);
             for span in cuts(&self.panels, num_panels) {
-                let is_near = ASKED.get() == self.call.weight.panel(span.start);
-                let num_blocks = chunk.len().div_ceil(pass_rows);
-                let mut ahead = self.after(&span, num_blocks - usize::from(!is_near));
-                let address = ahead.at;
+                let is_near = ahead::are_asked(weight.panel(span.start));
+                // Whole blocks ask for the next span, unless they read this one, or put it together.
+                let first_asks = is_near && !is_coded;
+                let num_asking = (chunk.len() / pass_rows).saturating_sub(usize::from(!first_asks));
+                let mut ahead = self.after(&span, if are_kept { num_asking } else { 0 });
                 for rows in cuts(&chunk, pass_rows) {
-                    let reads = rows.start == chunk.start && !is_near;
+                    let is_first = rows.start == chunk.start;
+                    let asks = are_kept && rows.len() == pass_rows && (first_asks || !is_first);
                     for panels in cuts(&span, group) {
-                        let ahead = (!reads).then_some(&mut ahead);
-                        self.multiply_group(simd, kernel, [rows.clone(), panels], ahead, &mut sums);
+                        let places = if are_kept { &span } else { &panels };
+                        let weights = Weights::new(weight, places, [are_kept, is_first], &mut near);
+                        let requests = match (is_first && !is_near, asks) {
+                            (true, _) => Requests::Own,
+                            (false, true) => Requests::Ahead(&mut ahead),
+                            (false, false) => Requests::None,
+                        };
+                        self.multiply_group(simd, kernel, [&rows, &panels], (&weights, requests), &mut sums);
                     }
                 }
-                ASKED.set(if ahead.num_lines == 0 {
-                    address
-                } else {
-                    std::ptr::null()
-                });
+                ahead.remember();
             }
         }
+        NEAR.set(near);
         // SAFETY: as in `multiply_group`.
         let mut writing = unsafe { Writing::<S, M>::begin(simd, self.call, &sums.complete) };
         while writing.next() {}
     }
 
-    /// Rows against a group of panels, which are read from memory, or in a span of which others did so: then what comes
-    /// after it is asked for. Writes what was complete before, and leaves the last block so.
+    /// Rows against a group of panels. Writes what was complete before, and leaves the last block so.
     #[inline(always)]
     fn multiply_group<S: Simd, M: MicroKernel>(
         &self,
         simd: S,
         kernel: M,
-        [rows, panels]: [Range<usize>; 2],
-        mut ahead_of_span: Option<&mut Ahead>,
+        [rows, panels]: [&Range<usize>; 2],
+        (weights, mut requests): (&Weights<'_>, Requests<'_>),
         sums: &mut Sums,
     ) {
         let weight = self.call.weight;
@@ -298,49 +278,52 @@ impl Piece<'_> {
         let max_depth = if num_blocks > 1 { M::MAX_DEPTH } else { depth };
         let step = weight.arithmetic().step();
         let cut = block_len(depth, max_depth).next_multiple_of(step);
+        debug_assert!(
+            cut >= depth || weight.coding().is_none(),
+            "coded panels are whole"
+        );
         let step_bytes = step * LANES * weight.panel_dtype().size();
         for first_k in (0..depth).step_by(cut) {
             let next_k = depth.min(first_k + cut);
+            let num_steps = (next_k - first_k) / step;
             for (idx, first) in rows.clone().step_by(block).enumerate() {
                 let block_rows = first..rows.end.min(first + block);
                 // Sums that do not wait for the next cut have two places in the nearest cache: while those in one are
                 // written, the next ones come into the other.
                 let turn = 1 - sums.turn;
+                let before_cuts = sums.places[0].wrapping_add((first - rows.start) * stride);
                 let place = if cut < depth {
-                    sums.places[0].wrapping_add((first - rows.start) * stride)
+                    before_cuts
                 } else {
                     sums.places[turn]
                 };
                 for panel in panels.clone().step_by(max_panels) {
                     let num_panels = max_panels.min(panels.end - panel);
-                    let num_steps = (next_k - first_k) / step;
-                    let (ahead, ahead_stride, ahead_lines) = if let Some(ahead) = &mut ahead_of_span {
-                        ahead.take(num_steps)
-                    } else {
+                    let own = || {
                         let lines = (num_panels * step_bytes).div_ceil(CACHE_LINE_BYTES);
-                        // The blocks of rows and the cuts share the lines out.
-                        let share = lines.div_ceil(num_blocks);
-                        let lines_before = first_k / step * lines + idx * share * num_steps;
-                        let own_lines = share.min(lines.saturating_sub(idx * share));
-                        let (ahead, stride) = self.ahead(&panels, panel);
+                        let [before, own_lines] = share_of_lines(lines, idx, num_blocks);
+                        let lines_before = first_k / step * lines + before * num_steps;
+                        let (ahead, stride) = self.ahead(panels, panel);
                         (
                             ahead.wrapping_add(lines_before * CACHE_LINE_BYTES),
                             stride,
                             own_lines,
                         )
                     };
+                    let (ahead, ahead_stride, ahead_lines) = requests.take(num_steps, own);
                     let tile = Tile {
                         num_rows: block_rows.len(),
                         num_panels,
                         depth: next_k - first_k,
                         x: self.x.at(first, first_k),
                         x_stride: self.x.row_stride * self.x.dtype.size(),
-                        panels: weight.panel(panel).wrapping_add(first_k / step * step_bytes),
-                        panel_stride: weight.panel_bytes(),
+                        panels: weights.panel(panel).wrapping_add(first_k / step * step_bytes),
+                        panel_stride: weights.stride,
+                        coded: weights.coded(weight, panel),
                         sums: place.wrapping_add((panel - panels.start) * LANES),
                         sums_stride: stride,
                         resumes: first_k > 0,
-                        reads: ahead_of_span.is_none(),
+                        reads: matches!(requests, Requests::Own),
                         ahead,
                         ahead_stride,
                         ahead_lines,
@@ -355,11 +338,7 @@ impl Piece<'_> {
                 }
                 if next_k == depth {
                     sums.turn = turn;
-                    sums.complete = Block {
-                        rows: block_rows.start / M::PARTS..block_rows.end / M::PARTS,
-                        panels: panels.clone(),
-                        sums: place,
-                    };
+                    sums.complete = Block::new(M::PARTS, &block_rows, panels, place);
                 }
             }
         }
@@ -393,6 +372,13 @@ impl Piece<'_> {
         let Then { address, stride, .. } = self.then;
         (address.wrapping_add((panel - group.start) * stride), stride)
     }
+}
+
+/// Of the lines of a step, which so many blocks of rows share: how many others ask for before one of them, and its own.
+#[inline(always)]
+fn share_of_lines(num_lines: usize, block: usize, num_blocks: usize) -> [usize; 2] {
+    let share = num_lines.div_ceil(num_blocks);
+    [block * share, share.min(num_lines.saturating_sub(block * share))]
 }
 
 /// A range in pieces of so many, the last one of what is left.

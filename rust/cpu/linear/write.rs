@@ -31,6 +31,16 @@ pub(super) struct Block {
 }
 
 impl Block {
+    /// Of rows that are so many parts of one of the result each.
+    #[inline(always)]
+    pub(super) fn new(parts: usize, rows: &Range<usize>, panels: &Range<usize>, sums: *const f32) -> Self {
+        Self {
+            rows: rows.start / parts..rows.end / parts,
+            panels: panels.clone(),
+            sums,
+        }
+    }
+
     /// Of no rows.
     pub(super) fn empty() -> Self {
         Self {
