@@ -5,7 +5,7 @@ lends one out between its calls.
 """
 
 import weakref
-from threading import Thread, current_thread
+from threading import Event, Thread, main_thread
 
 from pagedkv.engine import Engine
 
@@ -18,30 +18,32 @@ class IdleThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
+        self._paused = Event()
         self._thread: Thread | None = None
-        self._paused = False
-        # Called at exit if the engine lives till then: a thread that the interpreter cuts off inside a
-        # library aborts the process.
-        self._at_exit = weakref.finalize(engine, self.pause)
 
     def resume(self) -> None:
         """Goes on. From now on, until `pause` has returned, the engine must not be stepped."""
-        if not self._at_exit.alive:
-            return
-        self._paused = False
-        self._thread = Thread(target=self._run, name="pagedkv-idle", daemon=True)
-        self._thread.start()
+        # Each thread has an event of its own, so that none that starts late goes on for another.
+        self._paused = Event()
+        # Not a daemon: a thread that the interpreter cuts off inside a library aborts the process.
+        self._thread = Thread(target=self._run, args=(self._paused,), name="pagedkv-idle")
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # The system has no thread to give, or the interpreter is about to exit.
+            self._thread = None
 
     def pause(self) -> None:
         """Waits until what is being done is done, at most some milliseconds."""
-        self._paused = True
-        # It may be the last one that held the engine.
-        if self._thread is not None and self._thread is not current_thread():
+        self._paused.set()
+        # One that an interrupt kept from starting has nothing to wait for.
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
-            self._thread = None
+        self._thread = None
 
-    def _run(self) -> None:
-        while not self._paused:
+    def _run(self, paused: Event) -> None:
+        # At exit the interpreter waits for this thread, after the main one has ended.
+        while not paused.is_set() and main_thread().is_alive():
             engine = self._engine()
             if engine is None or not engine.use_idle_time():
                 return

@@ -78,7 +78,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     core = _make_core(config, plan, eos_token_ids, num_host_blocks)
     packs = device.type == "cpu" and _core.cpu_isa() != "portable"
     loaded = opened.read(borrow=packs, progress=sys.stderr.isatty())
-    logger.info("the weights take %s as %s", format_bytes(loaded.num_bytes), loaded.dtype)
+    logger.info("the weights take %s as %s, unpacked", format_bytes(loaded.num_bytes), loaded.dtype)
     loaded.model.pack(ops, release=True, progress=sys.stderr.isatty())
     if isinstance(ops, CudaOps) and not _size_option(config):
         # Until now the plan was the most that there could be.

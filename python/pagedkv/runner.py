@@ -231,8 +231,12 @@ class ModelRunner:
             return logits, tokens
 
         self._graphs = graphs
-        with torch.inference_mode(), self.stage.active():
-            graphs.capture(compute, progress=progress)
+        try:
+            with torch.inference_mode(), self.stage.active():
+                graphs.capture(compute, progress=progress)
+        except BaseException:
+            self._graphs = None
+            raise
 
     def _placed(self, header: StepCounts, arena: NDArray[np.int32]) -> tuple[Tensor, Compute]:
         """Sends a step to the device; returns the copies that come first, and what enqueues the rest."""

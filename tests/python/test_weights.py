@@ -2,6 +2,7 @@
 
 import json
 import logging
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from arena_writer import PagedRun
 from pagedkv.errors import ModelError
 from pagedkv.models import load_model, open_model, read_config, resolve
 from pagedkv.models.hf_config import read_hf_config
-from pagedkv.ops import reference
+from pagedkv.ops import choose, reference
 from tiny_models import make_tiny
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -74,6 +75,20 @@ def test_only_what_is_packed_stays_in_the_mapped_file(family: str, tmp_path: Pat
     assert {parameter.dtype for parameter in converted.model.parameters()} == {torch.bfloat16}
     run = PagedRun(borrowed, reference, block_size=4, num_blocks=8)
     assert torch.equal(run.logits(IDS, len(IDS)), logits(tmp_path, "float32"))
+
+
+def test_a_file_that_aligns_no_tensor_loads(tiny: Path) -> None:
+    """The format lets a header end anywhere."""
+    expected = logits(tiny)
+    file = tiny / "model.safetensors"
+    content = file.read_bytes()
+    (header_len,) = struct.unpack("<Q", content[:8])
+    content = (
+        struct.pack("<Q", header_len + 1) + content[8 : 8 + header_len] + b" " + content[8 + header_len :]
+    )
+    file.write_bytes(content)
+    run = PagedRun(open_model(tiny, "float32").read(borrow=True), choose("cpu"), block_size=8, num_blocks=8)
+    torch.testing.assert_close(run.logits(IDS, len(IDS)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_missing_shard_is_named(tiny: Path, tmp_path: Path) -> None:

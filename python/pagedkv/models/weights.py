@@ -208,7 +208,9 @@ def load_weights(
         stored = checkpoint.tensor(sources[name])
         # All matrices are packed but an embedding that is not the head, in which rows are looked up.
         is_packed = stored.ndim == 2 and (name != EMBEDDING or HEAD not in sources)
-        if borrow and is_packed and stored.dtype == dtype:
+        # A file need not align its tensors.
+        is_aligned = stored.data_ptr() % dtype.itemsize == 0
+        if borrow and is_packed and is_aligned and stored.dtype == dtype:
             placed = stored
         else:
             placed = torch.empty(stored.shape, dtype=dtype, device=device)
