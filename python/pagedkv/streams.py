@@ -34,7 +34,7 @@ class SampleState:
     """One of a request's n answers."""
 
     __slots__ = (
-        "_new_text",
+        "_pending_text",
         "_num_taken",
         "_took_end",
         "cumulative_logprob",
@@ -59,7 +59,7 @@ class SampleState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         # What `take_change` has not given out yet.
-        self._new_text: list[str] = []
+        self._pending_text: list[str] = []
         self._num_taken = 0
         self._took_end = False
 
@@ -71,13 +71,13 @@ class SampleState:
     def add_text(self, token_id: int) -> None:
         """Brings a token to the text, if there is to be one."""
         if self.text is not None:
-            self._new_text.append(self.text.add(token_id))
+            self._pending_text.append(self.text.add(token_id))
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Ends the answer and shows what was held back."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self.text is not None and not self.text.stopped:
-            self._new_text.append(self.text.end())
+            self._pending_text.append(self.text.end())
             if self.text.stopped:
                 self.cut_at_stop_string()
 
@@ -102,11 +102,11 @@ class SampleState:
     def take_change(self) -> SampleChange | None:
         """What is new since the last call, None if nothing is."""
         ended = self.finish_reason is not None and not self._took_end
-        text = "".join(self._new_text)
+        text = "".join(self._pending_text)
         if not (ended or text or len(self.token_ids) > self._num_taken):
             return None
         start, self._num_taken = self._num_taken, len(self.token_ids)
-        self._new_text.clear()
+        self._pending_text.clear()
         self._took_end = ended or self._took_end
         return SampleChange(
             index=self.index,

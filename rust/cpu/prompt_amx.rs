@@ -1,4 +1,5 @@
-//! Attention of tiles with more rows than `few_rows` takes: prompts, chunks of them, and decodes that share a prefix.
+//! Attention of tiles with more rows than `few_rows` takes: prompts, chunks of them, and decodes or chunks that share a
+//! prefix.
 //!
 //! The arithmetic is that of `tile_amx`, bit by bit. So many rows share a split's keys and values that both are packed
 //! once for all of them, the keys transposed: scores then come row by row, as the weights are multiplied.
@@ -82,6 +83,9 @@ pub(super) unsafe fn load_queries(tile: &Tile<'_>, matrices: &mut Matrices) {
 
 impl Split<'_, '_, '_> {
     /// Computes the partial results, group by group.
+    ///
+    /// # Safety
+    /// As `Tile::compute_split`; the tile suits, its queries are loaded, and the tiles of AMX have their full shapes.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     pub(super) unsafe fn compute(&mut self, partial: &mut [f32]) {
         let width = self.tile.head_dim();
@@ -118,6 +122,9 @@ impl Split<'_, '_, '_> {
 
     /// Multiplies the queries of a group by one of two tiles of keys of a chunk, into scores `[keys / 16][16 rows][16 keys]`.
     /// Behind the last key there are those of an earlier split, whose scores nobody looks at.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn score(&mut self, group: usize, chunk: usize, half: usize) {
         let amx = self.amx;
@@ -147,6 +154,9 @@ impl Split<'_, '_, '_> {
 
     /// Turns the scores of a group into weights, multiplies them by the values, and writes rows of partial results; computes
     /// as many scores of the next group. A row that sees nothing gets a total of zero.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn mix(
         &mut self,
@@ -179,6 +189,9 @@ impl Split<'_, '_, '_> {
     }
 
     /// Turns the scores of some rows of a group against a chunk of keys into weights.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn soften_rows(
         &mut self,
@@ -210,6 +223,9 @@ impl Split<'_, '_, '_> {
 
     /// What tiles multiply in one of four turns: two tiles of scores of the next group, in the place of those of a chunk
     /// that has weights, and then that chunk's first columns of values.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn take_turn(&mut self, turn: usize, chunk: usize, next: Option<usize>) {
         // SAFETY: passed on.
@@ -232,6 +248,7 @@ impl Split<'_, '_, '_> {
         }
     }
 
+    #[inline(always)]
     fn clear_sums(&self) {
         self.amx.zero::<0>();
         self.amx.zero::<1>();
@@ -240,6 +257,9 @@ impl Split<'_, '_, '_> {
     }
 
     /// Loads the weights of a chunk.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn load_weights(&mut self, chunk: usize) {
         let start = chunk * TILE_ELEMENTS;
@@ -249,6 +269,9 @@ impl Split<'_, '_, '_> {
     }
 
     /// Multiplies the weights of a chunk, which are loaded, by the values' tile of columns `first + SUM`, if there is one.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn add_values<const SUM: usize>(&mut self, chunk: usize, first: usize) {
         let num_columns = self.tile.head_dim() / TILE_LEN;
@@ -262,6 +285,9 @@ impl Split<'_, '_, '_> {
     }
 
     /// Writes rows of partial results, the first columns of which are there; the others follow.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn write(&mut self, num_chunks: usize, largest: &[f32; TILE_LEN], partial: &mut [f32]) {
         let (amx, width) = (self.amx, self.tile.head_dim());
@@ -312,6 +338,9 @@ impl Split<'_, '_, '_> {
     }
 
     /// Transposes all keys of the split.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn pack_all_keys(&mut self) {
         let (tile, cache) = (self.tile, &self.tile.key_cache);
@@ -331,6 +360,9 @@ impl Split<'_, '_, '_> {
     }
 
     /// Interleaves all values of the split.
+    ///
+    /// # Safety
+    /// As `compute`.
     #[inline(always)]
     unsafe fn pack_all_values(&mut self) {
         let width = self.tile.head_dim();
