@@ -34,8 +34,8 @@ class SampleState:
     """One of a request's n answers."""
 
     __slots__ = (
-        "_pending_text",
         "_num_taken",
+        "_pending_text",
         "_took_end",
         "cumulative_logprob",
         "finish_reason",
