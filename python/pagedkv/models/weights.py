@@ -2,9 +2,9 @@
 
 Files are mapped, tensors are read one at a time, converted, and placed on the device; so the peak is one copy
 of the model and one tensor, beside pages of the files that the system may drop. Matrices that a backend will
-pack into memory of its own may stay where they are mapped. What is missing, unexpected
-or of the wrong shape is found from the headers, before anything is read: `load` calls `find_sources` when it
-opens a model, and `load_weights` when it reads it.
+pack into memory of its own may stay where they are mapped. What is missing, unexpected or of the wrong shape
+is found from the headers, before anything is read: `load` calls `find_sources` when it opens a model, and
+`load_weights` when it reads it.
 """
 
 import logging

@@ -47,7 +47,7 @@ impl CodedPanels<'_> {
 }
 
 /// Panels of a weight as tiles read them.
-pub(super) struct Weights<'k> {
+pub(super) struct TilePanels<'k> {
     /// The panel whose elements lie at the address, or come to be there.
     first_panel: usize,
     address: *const u8,
@@ -59,7 +59,7 @@ pub(super) struct Weights<'k> {
     near_mask: usize,
 }
 
-impl<'k> Weights<'k> {
+impl<'k> TilePanels<'k> {
     /// Panels of a weight, with places for their elements if they are coded: for all of them where they are kept for other
     /// rows than the first ones, else for one tile.
     #[inline(always)]

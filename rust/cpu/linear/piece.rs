@@ -17,7 +17,7 @@ use super::ahead::{self, Ahead, Then};
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::fma::Fma;
-use super::near::{CodedPanels, NEAR, Weights};
+use super::near::{CodedPanels, NEAR, TilePanels};
 #[cfg(target_arch = "x86_64")]
 use super::thirds;
 use super::write::{Block, Writing};
@@ -175,7 +175,7 @@ impl Kernel for &mut Piece<'_> {
 }
 
 /// What is asked for while a group of panels is multiplied.
-enum Requests<'a> {
+enum Asks<'a> {
     /// What is read after the group, which comes from memory itself.
     Own,
     /// What is read after the span.
@@ -184,7 +184,7 @@ enum Requests<'a> {
     None,
 }
 
-impl Requests<'_> {
+impl Asks<'_> {
     /// Those of a tile of so many steps, as in `Tile`: from where on, bytes from a panel to the next, lines in a step.
     #[inline(always)]
     fn take(
@@ -241,13 +241,19 @@ impl Piece<'_> {
                     let asks = are_kept && rows.len() == pass_rows && (first_asks || !is_first);
                     for panels in cuts(&span, group) {
                         let places = if are_kept { &span } else { &panels };
-                        let weights = Weights::new(weight, places, [are_kept, is_first], &mut near);
-                        let requests = match (is_first && !is_near, asks) {
-                            (true, _) => Requests::Own,
-                            (false, true) => Requests::Ahead(&mut ahead),
-                            (false, false) => Requests::None,
+                        let tile_panels = TilePanels::new(weight, places, [are_kept, is_first], &mut near);
+                        let asks_for = match (is_first && !is_near, asks) {
+                            (true, _) => Asks::Own,
+                            (false, true) => Asks::Ahead(&mut ahead),
+                            (false, false) => Asks::None,
                         };
-                        self.multiply_group(simd, kernel, [&rows, &panels], (&weights, requests), &mut sums);
+                        self.multiply_group(
+                            simd,
+                            kernel,
+                            [&rows, &panels],
+                            (&tile_panels, asks_for),
+                            &mut sums,
+                        );
                     }
                 }
                 ahead.remember();
@@ -266,7 +272,7 @@ impl Piece<'_> {
         simd: S,
         kernel: M,
         [rows, panels]: [&Range<usize>; 2],
-        (weights, mut requests): (&Weights<'_>, Requests<'_>),
+        (tile_panels, mut asks_for): (&TilePanels<'_>, Asks<'_>),
         sums: &mut Sums,
     ) {
         let weight = self.call.weight;
@@ -310,20 +316,20 @@ impl Piece<'_> {
                             own_lines,
                         )
                     };
-                    let (ahead, ahead_stride, ahead_lines) = requests.take(num_steps, own);
+                    let (ahead, ahead_stride, ahead_lines) = asks_for.take(num_steps, own);
                     let tile = Tile {
                         num_rows: block_rows.len(),
                         num_panels,
                         depth: next_k - first_k,
                         x: self.x.at(first, first_k),
                         x_stride: self.x.row_stride * self.x.dtype.size(),
-                        panels: weights.panel(panel).wrapping_add(first_k / step * step_bytes),
-                        panel_stride: weights.stride,
-                        coded: weights.coded(weight, panel),
+                        panels: tile_panels.panel(panel).wrapping_add(first_k / step * step_bytes),
+                        panel_stride: tile_panels.stride,
+                        coded: tile_panels.coded(weight, panel),
                         sums: place.wrapping_add((panel - panels.start) * LANES),
                         sums_stride: stride,
                         resumes: first_k > 0,
-                        reads: matches!(requests, Requests::Own),
+                        reads: matches!(asks_for, Asks::Own),
                         ahead,
                         ahead_stride,
                         ahead_lines,
