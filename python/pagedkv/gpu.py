@@ -102,13 +102,13 @@ def memory_for_cache(config: EngineConfig, model: LoadedModel, ops: CudaOps) -> 
     Raises ValueError if nothing is left.
     """
     max_len = min(config.max_model_len or model.config.max_len, model.config.max_len)
-    prompt_len = min(max_len, config.max_num_batched_tokens)
+    prompt_len = min(max_len, config.num_batched_tokens)
     with ops.device.active():
         model.model.set_max_len(prompt_len, ops.device.torch_device)
         runner = _trial_runner(config, model, ops)
         rows = config.max_num_seqs + MAX_SAMPLES
         step_bytes = _peak_bytes(
-            config, ops, runner, TrialStep.of_prompts(config.max_num_batched_tokens, prompt_len, rows)
+            config, ops, runner, TrialStep.of_prompts(config.num_batched_tokens, prompt_len, rows)
         )
         graph_bytes = _graph_bytes(config, model, ops, runner, max_len) if config.cuda_graphs else 0
         positions_bytes = table_bytes(model.config.head_dim, max_len)

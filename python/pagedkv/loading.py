@@ -98,7 +98,7 @@ def load(config: EngineConfig) -> tuple[Engine, Front]:
     if isinstance(ops, CudaOps):
         gpu.capture_graphs(config, loaded, ops, runner, plan.max_model_len)
     if swap is not None:
-        longest = min(config.max_num_batched_tokens, plan.max_model_len - 1)
+        longest = min(config.num_batched_tokens, plan.max_model_len - 1)
         core.set_swap_costs(*measure(runner, swap, max_num_tokens=max(1, longest)))
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(core, runner, overlap=overlap), front
@@ -219,7 +219,7 @@ def _make_core(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.num_batched_tokens,
         max_model_len=plan.max_model_len,
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,

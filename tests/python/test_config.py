@@ -33,7 +33,7 @@ def test_the_defaults_are_those_of_the_documented_table():
         "block_size": 16,
         "max_model_len": None,
         "max_num_seqs": 256,
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": None,
         "enable_prefix_caching": True,
         "overlap": None,
         "tenants": (),
@@ -51,6 +51,7 @@ def test_the_defaults_are_those_of_the_documented_table():
         "seed": None,
     }
     assert config.num_threads >= 1
+    assert config.num_batched_tokens == 512
     assert config.kv_bytes is None
 
 
@@ -109,6 +110,19 @@ def test_a_refusal_names_option_value_and_what_is_allowed(option, value, allowed
 def test_an_unknown_option_is_a_type_error():
     with pytest.raises(TypeError, match="tensor_parallel_size"):
         EngineConfig(tensor_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens"),
+    [
+        ({"device": "cpu"}, 512),
+        ({"device": "cuda:1"}, 2048),
+        ({"max_num_seqs": 700}, 700),
+        ({"max_num_seqs": 700, "max_num_batched_tokens": 64}, 64),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_suit_the_device(options, num_tokens):
+    assert EngineConfig(**options).num_batched_tokens == num_tokens
 
 
 def test_it_is_frozen():
