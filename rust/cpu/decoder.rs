@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use super::InvalidArgument;
 use super::element::Dtype;
 use super::isa::AlignedBuffer;
-use super::layer::{Call, Layer, LayerCall, Phase, PhaseTimes, Step};
+use super::layer::{Call, Layer, LayerCall, Phase, PhaseTimes, Step, Stream};
 use super::linear::{Linear, PackedWeight};
 use super::norm::RmsNorm;
 use super::pool;
@@ -22,8 +22,8 @@ const TOKENS_PER_PIECE: usize = 16;
 const COPIED_PER_NS: usize = 1;
 
 thread_local! {
-    /// Residual, update, and the `rows` and `wide` of `LayerCall`.
-    static BUFFERS: RefCell<[AlignedBuffer; 4]> = RefCell::default();
+    /// Residual, update, `rows` and `wide` of a `Stream`, and the residual of the sampled rows.
+    static BUFFERS: RefCell<[AlignedBuffer; 5]> = RefCell::default();
 }
 
 /// Where the embedding of a token is.
@@ -132,28 +132,38 @@ impl Decoder<'_> {
     pub unsafe fn run(&self, times: &mut PhaseTimes, before_layer: impl Fn()) -> Result<(), InvalidArgument> {
         self.check()?;
         BUFFERS.with_borrow_mut(|buffers| {
-            let [residual, update, rows, wide] = self.reserve(buffers);
+            let (stream, sampled) = self.reserve(buffers);
             // SAFETY: the ids are checked, and the buffer is ours.
             times.time(Phase::Embedding, || unsafe {
-                self.embed(residual.address);
+                self.embed(stream.residual.address);
             });
             for (idx, layer) in self.layers.iter().enumerate() {
                 before_layer();
                 let call = LayerCall {
                     layer,
                     step: &self.step,
-                    residual,
-                    update,
+                    stream,
                     adds_update: idx > 0,
-                    rows: rows.address,
-                    wide: wide.address,
                     next: self.layers.get(idx + 1).map_or(self.head, |layer| layer.qkv),
                 };
                 // SAFETY: passed on; the buffers are ours.
-                unsafe { call.run(times)? };
+                unsafe {
+                    let mixed = call.attend(times)?;
+                    if idx + 1 < self.layers.len() {
+                        call.feed_forward(mixed, times)?;
+                    } else if !self.sample_rows.is_empty() {
+                        // Nothing behind the last attention needs the other rows.
+                        let mixed = self.sample(mixed, &stream, &sampled);
+                        let call = LayerCall {
+                            stream: sampled,
+                            ..call
+                        };
+                        call.feed_forward(mixed, times)?;
+                        self.project(times, &sampled)?;
+                    }
+                }
             }
-            // SAFETY: passed on; the buffers are ours, and the rows are checked.
-            unsafe { self.project(times, [residual, update, rows, wide]) }
+            Ok(())
         })
     }
 
@@ -169,26 +179,46 @@ impl Decoder<'_> {
         check_indices("sample_rows", self.sample_rows, self.logits.num_rows, num_tokens)
     }
 
-    /// Residual, update, `rows` and `wide`: the first two as matrices, the others as long as anything asks for.
-    fn reserve(&self, buffers: &mut [AlignedBuffer; 4]) -> [MatrixView; 4] {
+    /// The stream of all tokens, and that of the sampled rows, which have only a residual of their own.
+    fn reserve(&self, buffers: &mut [AlignedBuffer; 5]) -> (Stream, Stream) {
         let hidden = self.norm.width;
         let num_rows = self.token_ids.len().max(self.sample_rows.len());
         let widest = |idx: usize| {
             let width = self.layers.iter().map(|layer| layer.widths()[idx]).max();
             width.unwrap_or(0).max(hidden)
         };
-        let widths = [hidden, hidden, widest(0), widest(1)];
-        std::array::from_fn(|idx| {
-            let len = (num_rows * widths[idx] * self.norm.dtype.size()).div_ceil(size_of::<f32>());
-            buffers[idx].reserve(len);
-            MatrixView {
-                address: buffers[idx].slice(0..len).as_mut_ptr().cast(),
-                num_rows: self.token_ids.len(),
-                width: widths[idx],
-                row_stride: widths[idx],
+        let row_bytes = self.norm.dtype.size();
+        let shapes = [
+            (num_rows, hidden),
+            (num_rows, hidden),
+            (num_rows, widest(0)),
+            (num_rows, widest(1)),
+            (self.sample_rows.len(), hidden),
+        ];
+        let mut parts = buffers.iter_mut().zip(shapes).map(|(buffer, (num_rows, width))| {
+            let len = (num_rows * width * row_bytes).div_ceil(size_of::<f32>());
+            buffer.reserve(len);
+            buffer.slice(0..len).as_mut_ptr().cast::<u8>()
+        });
+        let [residual, update, rows, wide, sampled] = std::array::from_fn(|_| parts.next().expect("five"));
+        let stream = |num_rows, residual| {
+            let matrix = |address| MatrixView {
+                address,
+                num_rows,
+                row_stride: hidden,
                 ..self.norm
+            };
+            Stream {
+                residual: matrix(residual),
+                update: matrix(update),
+                rows,
+                wide,
             }
-        })
+        };
+        (
+            stream(self.token_ids.len(), residual),
+            stream(self.sample_rows.len(), sampled),
+        )
     }
 
     /// # Safety
@@ -213,29 +243,36 @@ impl Decoder<'_> {
         });
     }
 
-    /// The logits of the sampled rows. The norm works row by row, so the others need not go through it.
+    /// Copies the sampled rows: of the residual, and of what attention gave into `wide`, which it returns.
     ///
     /// # Safety
-    /// As `run`; the matrices are those of `reserve`, residual and update filled.
-    unsafe fn project(
-        &self,
-        times: &mut PhaseTimes,
-        [residual, update, rows, wide]: [MatrixView; 4],
-    ) -> Result<(), InvalidArgument> {
-        if self.sample_rows.is_empty() {
-            return Ok(());
+    /// The rows are checked; the streams are those of `reserve`, and `mixed` lies in `rows`.
+    unsafe fn sample(&self, mixed: MatrixView, all: &Stream, sampled: &Stream) -> MatrixView {
+        // SAFETY: the buffers are ours, and each has as many rows.
+        unsafe {
+            gather(&all.residual, self.sample_rows, sampled.residual.address);
+            gather(&mixed, self.sample_rows, sampled.wide);
         }
-        let sampled = |buffer: MatrixView| MatrixView {
+        MatrixView {
+            address: sampled.wide,
             num_rows: self.sample_rows.len(),
-            width: self.norm.width,
-            row_stride: self.norm.width,
-            ..buffer
+            ..mixed
+        }
+    }
+
+    /// The logits of the sampled rows.
+    ///
+    /// # Safety
+    /// As `run`; the stream has gone through the layers.
+    unsafe fn project(&self, times: &mut PhaseTimes, stream: &Stream) -> Result<(), InvalidArgument> {
+        let x = MatrixView {
+            address: stream.rows,
+            ..stream.residual
         };
-        let (x, sums) = (sampled(rows), sampled(wide));
         let norm = Call::Norm(RmsNorm {
             out: x,
-            x,
-            residual: Some(sums),
+            x: stream.update,
+            residual: Some(stream.residual),
             weight: self.norm,
             eps: self.layers[0].eps,
         });
@@ -246,16 +283,11 @@ impl Decoder<'_> {
         };
         // The next step begins with the first layer.
         let head = Call::Linear(product, Some(self.layers[0].qkv));
-        norm.check()?;
-        head.check()?;
-        // SAFETY: checked; the buffers are ours and as long as that.
-        times.time(Phase::FinalNorm, || unsafe {
-            gather(&update, self.sample_rows, x.address);
-            gather(&residual, self.sample_rows, sums.address);
-            norm.run();
-        });
-        // SAFETY: checked, and passed on.
-        times.time(Phase::Head, || unsafe { head.run() });
+        for (phase, call) in [(Phase::FinalNorm, norm), (Phase::Head, head)] {
+            call.check()?;
+            // SAFETY: checked, and passed on.
+            times.time(phase, || unsafe { call.run() });
+        }
         Ok(())
     }
 }

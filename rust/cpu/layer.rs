@@ -58,21 +58,28 @@ pub struct Step<'a> {
     pub plan: &'a Plan,
 }
 
-/// One call. T tokens, H query heads, G key heads, D elements a head.
+/// The rows of R tokens on their way through a layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stream {
+    /// `[R, hidden]`, dense: what was added up so far. A layer adds the update, and what attention contributes.
+    pub(super) residual: MatrixView,
+    /// `[R, hidden]`, dense: what the layer before contributed, replaced by what the feed-forward layer contributes.
+    pub(super) update: MatrixView,
+    /// `[R, widths[0]]`: rows after a norm, or the result of attention.
+    pub(super) rows: *mut u8,
+    /// `[R, widths[1]]`: queries, keys and values, or the rows within the feed-forward layer.
+    pub(super) wide: *mut u8,
+}
+
+/// One call, in two halves: `attend`, and `feed_forward` of what attention gave, or of some of its rows. T tokens, H query
+/// heads, G key heads, D elements a head.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LayerCall<'a> {
     pub(super) layer: &'a Layer<'a>,
     pub(super) step: &'a Step<'a>,
-    /// `[T, hidden]`, dense: what was added up so far. The layer adds the update, and what attention contributes.
-    pub(super) residual: MatrixView,
-    /// `[T, hidden]`, dense: what the layer before contributed, replaced by what the feed-forward layer contributes.
-    pub(super) update: MatrixView,
+    pub(super) stream: Stream,
     /// Whether there was a layer before; if not, the update is only written.
     pub(super) adds_update: bool,
-    /// `[T, widths[0]]`: rows after a norm, or the result of attention.
-    pub(super) rows: *mut u8,
-    /// `[T, widths[1]]`: queries, keys and values, or the rows within the feed-forward layer.
-    pub(super) wide: *mut u8,
     /// What is multiplied by after the layer.
     pub(super) next: &'a PackedWeight,
 }
@@ -198,27 +205,32 @@ impl Call<'_> {
     }
 }
 
-/// The calls of a layer in their order.
+/// The calls of a half in their order.
 struct Calls<'a> {
     call: &'a LayerCall<'a>,
     calls: Vec<(Phase, Call<'a>)>,
 }
 
 impl<'a> Calls<'a> {
-    /// A matrix of as many rows as the step has tokens.
+    /// A matrix of as many rows as the stream.
     fn matrix(&self, address: *mut u8, width: usize) -> MatrixView {
         MatrixView {
             address,
             width,
             row_stride: width,
-            ..self.call.residual
+            ..self.call.stream.residual
         }
     }
 
     /// Normalises the residual, after adding the update if `adds`. Returns where the result is.
     fn norm(&mut self, weight: MatrixView, adds: bool) -> MatrixView {
-        let LayerCall { residual, update, .. } = *self.call;
-        let out = self.matrix(self.call.rows, residual.width);
+        let Stream {
+            residual,
+            update,
+            rows,
+            ..
+        } = self.call.stream;
+        let out = self.matrix(rows, residual.width);
         let call = RmsNorm {
             out,
             x: if adds { update } else { residual },
@@ -302,7 +314,7 @@ impl<'a> Calls<'a> {
             slot_mapping: step.slot_mapping,
         };
         self.calls.push((Phase::Rope, Call::Rope(rope)));
-        let out = self.matrix(self.call.rows, num_heads * head_dim);
+        let out = self.matrix(self.call.stream.rows, num_heads * head_dim);
         let attention = Attention {
             out: RowsView {
                 address: out.address,
@@ -317,6 +329,21 @@ impl<'a> Calls<'a> {
         };
         self.calls.push((Phase::Attention, Call::Attention(attention)));
         out
+    }
+}
+
+impl Calls<'_> {
+    /// Checks all of them, and runs them.
+    ///
+    /// # Safety
+    /// As `LayerCall::attend`.
+    unsafe fn run(self, times: &mut PhaseTimes) -> Result<(), InvalidArgument> {
+        self.calls.iter().try_for_each(|(_, call)| call.check())?;
+        for (phase, call) in &self.calls {
+            // SAFETY: checked, and passed on; no call reads what it writes, but where it may.
+            times.time(*phase, || unsafe { call.run() });
+        }
+        Ok(())
     }
 }
 
@@ -337,39 +364,53 @@ impl Layer<'_> {
 }
 
 impl LayerCall<'_> {
-    /// Computes the call, and adds the times of its phases to `times`.
+    /// Computes the half up to attention, whose result it returns, `[T, H D]`, and adds the times of its phases to `times`.
     ///
     /// # Errors
     /// The first argument that does not fit; nothing has been written then.
     ///
     /// # Safety
     /// The views are valid, aligned to their types, and for the length of the call nobody writes what they cover nor
-    /// reads what is written; the slots differ.
-    pub(super) unsafe fn run(&self, times: &mut PhaseTimes) -> Result<(), InvalidArgument> {
-        let calls = self.calls();
-        calls.iter().try_for_each(|(_, call)| call.check())?;
-        for (phase, call) in &calls {
-            // SAFETY: checked, and passed on; no call reads what it writes, but where it may.
-            times.time(*phase, || unsafe { call.run() });
-        }
-        Ok(())
-    }
-
-    fn calls(&self) -> Vec<(Phase, Call<'_>)> {
+    /// reads what is written; the slots differ. The stream has all tokens.
+    pub(super) unsafe fn attend(&self, times: &mut PhaseTimes) -> Result<MatrixView, InvalidArgument> {
         let layer = self.layer;
-        let mut calls = Calls {
-            call: self,
-            calls: Vec::with_capacity(Phase::ALL.len()),
-        };
+        let mut calls = self.no_calls();
         let rows = calls.norm(layer.input_norm, self.adds_update);
-        let heads = calls.matrix(self.wide, layer.heads_width());
+        let heads = calls.matrix(self.stream.wide, layer.heads_width());
         calls.linear(Phase::Qkv, rows, [layer.qkv, layer.out], heads);
         let mixed = calls.attend(heads);
-        calls.linear(Phase::Out, mixed, [layer.out, layer.gate_up], self.update);
+        // SAFETY: passed on.
+        unsafe { calls.run(times)? };
+        Ok(mixed)
+    }
+
+    /// Computes the half behind attention, which gave `mixed`, `[R, H D]`, in `rows` or `wide` of the stream.
+    ///
+    /// # Errors
+    /// As `attend`.
+    ///
+    /// # Safety
+    /// As `attend`, but the stream may have any rows.
+    pub(super) unsafe fn feed_forward(
+        &self,
+        mixed: MatrixView,
+        times: &mut PhaseTimes,
+    ) -> Result<(), InvalidArgument> {
+        let (layer, Stream { update, wide, .. }) = (self.layer, self.stream);
+        let mut calls = self.no_calls();
+        calls.linear(Phase::Out, mixed, [layer.out, layer.gate_up], update);
         let rows = calls.norm(layer.post_norm, true);
-        let gated = calls.matrix(self.wide, layer.gate_up.out_size());
+        let gated = calls.matrix(wide, layer.gate_up.out_size());
         calls.linear(Phase::GateUp, rows, [layer.gate_up, layer.down], gated);
-        calls.linear(Phase::Down, gated, [layer.down, self.next], self.update);
-        calls.calls
+        calls.linear(Phase::Down, gated, [layer.down, self.next], update);
+        // SAFETY: passed on.
+        unsafe { calls.run(times) }
+    }
+
+    fn no_calls(&self) -> Calls<'_> {
+        Calls {
+            call: self,
+            calls: Vec::with_capacity(Phase::ALL.len()),
+        }
     }
 }

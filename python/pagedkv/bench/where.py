@@ -102,13 +102,14 @@ class Timed:
         return getattr(self._inner, name)
 
 
-def _product(weight: _core.PackedLinear, num_rows: int, out_bytes: int) -> Cost:
+def _product(weight: _core.PackedLinear, num_rows: int, out_bytes: int, mean_rows: float) -> Cost:
+    """Of calls that have so many rows, or in the mean fewer."""
     in_bytes = _ITEM_BYTES[weight.dtype]
     bound = next((bound for bound in _ROW_BOUNDS if num_rows <= bound), None)
     label = f"linear, over {_ROW_BOUNDS[-1]} rows" if bound is None else f"linear, up to {bound} rows"
     row_bytes = weight.in_size * in_bytes + weight.out_size * out_bytes
-    flop = 2.0 * num_rows * weight.num_elements
-    return label, flop, weight.num_bytes + num_rows * row_bytes
+    flop = 2.0 * mean_rows * weight.num_elements
+    return label, flop, weight.num_bytes + mean_rows * row_bytes
 
 
 class TimedOps:
@@ -144,8 +145,15 @@ def _phase_costs(model: DecoderWeights, batch: StepBatch) -> dict[str, Cost]:
     )
     head = cast(_core.PackedLinear, model.head)
     item_bytes = _ITEM_BYTES[head.dtype]
-    costs = {phase: _product(weight, num_tokens, item_bytes) for phase, weight in weights.items()}
-    costs["head"] = _product(head, num_rows, _ITEM_BYTES["float32"])
+    # Behind the attention of the last layer there are only the sampled rows.
+    mean_rows: float = num_tokens
+    if num_rows > 0:
+        mean_rows -= (num_tokens - num_rows) / len(model.layers)
+    costs = {
+        phase: _product(weight, num_tokens, item_bytes, num_tokens if phase == "qkv" else mean_rows)
+        for phase, weight in weights.items()
+    }
+    costs["head"] = _product(head, num_rows, _ITEM_BYTES["float32"], num_rows)
     # Token i of n sees the end minus (n - 1 - i) positions.
     scores = float((lens * ends - lens * (lens - 1) // 2).sum())
     query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
