@@ -17,11 +17,11 @@
 )]
 
 use std::arch::x86_64::{
-    __m512i, _MM_HINT_T1, _mm_prefetch, _mm512_loadu_si512, _mm512_permutexvar_epi8, _mm512_set1_epi16,
-    _mm512_shldi_epi16, _mm512_srli_epi16, _mm512_storeu_si512, _mm512_ternarylogic_epi32,
+    __m512i, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm512_loadu_si512, _mm512_permutexvar_epi8,
+    _mm512_set1_epi16, _mm512_shldi_epi16, _mm512_srli_epi16, _mm512_storeu_si512, _mm512_ternarylogic_epi32,
 };
 
-use super::coded::{self, Exception, GROUPS, LOW_BYTES, PLAIN_STEP_BYTES};
+use super::coded::{self, Exception, GROUP_LINES, GROUPS, LOW_BYTES, PLAIN_STEP_BYTES};
 use super::piece::Tile;
 use crate::cpu::amx::DEPTH;
 use crate::memory::CACHE_LINE_BYTES;
@@ -33,6 +33,9 @@ const LEAD_BYTES: usize = 9 << 10;
 
 /// What a loop along K does about its weights.
 pub(super) trait Weights {
+    /// Whether so much of the nearest cache is taken meanwhile that rows of x would not stay there.
+    const DISPLACE_ROWS: bool = false;
+
     /// For a tile, whose panels are coded if these are.
     fn new(tile: &Tile<'_>) -> Self;
 
@@ -104,7 +107,7 @@ impl<const STEP_BYTES: usize> Requests<STEP_BYTES> {
         let lines = STEP_BYTES / CACHE_LINE_BYTES / PARTS;
         let at = self.at.wrapping_add(panel * self.stride);
         for line in lines * part..lines * (part + 1) {
-            prefetch(at.wrapping_add(line * CACHE_LINE_BYTES));
+            prefetch::<_MM_HINT_T1>(at.wrapping_add(line * CACHE_LINE_BYTES));
         }
     }
 
@@ -114,11 +117,11 @@ impl<const STEP_BYTES: usize> Requests<STEP_BYTES> {
     }
 }
 
-/// Asks for a line, which may be any, into the second-level cache.
+/// Asks for a line, which may be any, into the nearest or the second-level cache.
 #[inline(always)]
-fn prefetch(address: *const u8) {
+fn prefetch<const HINT: i32>(address: *const u8) {
     // SAFETY: a prefetch accesses nothing.
-    unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
+    unsafe { _mm_prefetch::<HINT>(address.cast()) };
 }
 
 /// Weights as they are multiplied, which have come from memory before. So many `LINES` of what is read later are asked for
@@ -153,7 +156,7 @@ impl<const LINES: usize> Weights for Near<LINES> {
     #[inline(always)]
     unsafe fn part<const PARTS: usize>(&mut self, part: usize, panel: usize) {
         if LINES > 0 && (PARTS * panel + part).is_multiple_of(PLACES / LINES.max(1)) {
-            prefetch(self.ahead);
+            prefetch::<_MM_HINT_T1>(self.ahead);
             self.ahead = self.ahead.wrapping_add(CACHE_LINE_BYTES);
         }
     }
@@ -201,8 +204,9 @@ impl Weights for Plain {
     }
 }
 
-/// Codes, from memory if `ASKS`, put together a step ahead of the products.
-pub(super) struct Coded<const ASKS: bool> {
+/// Codes, from memory if `ASKS`, put together a step ahead of the products; the elements are kept for other rows if
+/// `KEEPS`, and go to the second-level cache.
+pub(super) struct Coded<const ASKS: bool, const KEEPS: bool> {
     requests: Requests<{ coded::STEP_BYTES }>,
     /// By code, the high byte.
     high_bytes: __m512i,
@@ -224,7 +228,7 @@ pub(super) struct Coded<const ASKS: bool> {
     next: *mut u8,
 }
 
-impl<const ASKS: bool> Coded<ASKS> {
+impl<const ASKS: bool, const KEEPS: bool> Coded<ASKS, KEEPS> {
     /// Turns to the next step.
     #[inline(always)]
     fn advance(&mut self) {
@@ -236,7 +240,8 @@ impl<const ASKS: bool> Coded<ASKS> {
             .wrapping_add((self.step & self.near_mask) * PLAIN_STEP_BYTES);
     }
 
-    /// Puts four lines of a panel together.
+    /// Puts four lines of a panel together, and asks for those of the step after this one, if they are kept: a store that
+    /// finds its line no nearer than in the second-level cache holds up the stores after it.
     ///
     /// # Safety
     /// See `Weights::begin`; there is such a step.
@@ -262,6 +267,12 @@ impl<const ASKS: bool> Coded<ASKS> {
                 _mm512_storeu_si512(out.add(2 * pair + 1), second);
             }
         }
+        if KEEPS {
+            let next = out.cast::<u8>().wrapping_add(PLAIN_STEP_BYTES);
+            for line in 0..GROUP_LINES {
+                prefetch::<_MM_HINT_T0>(next.wrapping_add(line * CACHE_LINE_BYTES));
+            }
+        }
     }
 
     /// Corrects the exceptions of a step that has been put together.
@@ -283,7 +294,9 @@ impl<const ASKS: bool> Coded<ASKS> {
     }
 }
 
-impl<const ASKS: bool> Weights for Coded<ASKS> {
+impl<const ASKS: bool, const KEEPS: bool> Weights for Coded<ASKS, KEEPS> {
+    const DISPLACE_ROWS: bool = KEEPS;
+
     #[inline(always)]
     fn new(tile: &Tile<'_>) -> Self {
         let panels = tile.coded.expect("the panels are coded");
