@@ -3,7 +3,8 @@
 `python benches/peers/run.py DIR`, DIR being where setup.sh put the engines; pagedkv is taken from the
 environment that runs this file. All engines are loaded first and sleep while another one runs; in every round
 each takes its turn with the same tokens, so that what the machine does to one it does to its neighbour.
-Figures are medians, ratios are medians of the rounds' ratios. Nothing is installed.
+Figures are medians, ratios are medians of the rounds' ratios. What the machine reads and multiplies at
+most is measured before each round, since one that is shared changes. Nothing is installed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pagedkv import _core
 from process import Worker, WorkerDied
 from report import SUBJECT, Figure, chart, table
 from workloads import WORKLOADS
@@ -113,13 +115,19 @@ def _measure(parsed: argparse.Namespace, workers: Sequence[Worker]) -> list[dict
     runs: list[dict[str, Any]] = []
     for work in parsed.works.split(","):
         for number in range(parsed.rounds + (work == "W1")):
+            machine = _core.cpu_ceilings()
+            products = max(rate for name, rate in machine.items() if name != "read")
+            print(
+                f"{work} round {number}: the machine reads {machine['read'] / 1e9:.1f} GB/s"
+                f" and multiplies {products / 1e9:,.0f} GFLOP/s",
+                file=sys.stderr,
+            )
             shift = number % len(workers)
             for worker in (*workers[shift:], *workers[:shift]):
                 answer = worker.run(work, number)
                 counts = not (work == "W1" and number == 0)
-                runs.append(
-                    {"engine": worker.engine, "work": work, "round": number, "counts": counts, **answer}
-                )
+                run = {"engine": worker.engine, "work": work, "round": number, "counts": counts}
+                runs.append({**run, "machine": machine, **answer})
                 print(
                     f"{work} round {number} {worker.engine}: {answer['seconds']:.2f} s,"
                     f" first token {answer['first_token_s'] * 1e3:.0f} ms,"
@@ -148,6 +156,7 @@ def _figures(workers: Sequence[Worker], runs: Sequence[dict[str, Any]]) -> list[
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table; writes runs and chart where asked."""
     parsed = _arguments(argv)
+    _core.set_num_threads(parsed.threads)
     # Whoever ends this process ends its workers, which would sleep on otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     workers = [worker for engine in parsed.engines.split(",") if (worker := _start(parsed, engine))]
