@@ -76,14 +76,10 @@ macro_rules! zero {
     };
 }
 
-/// Loads a tile of x, rows some bytes apart, and keeps them in the nearest cache, unless weights displace them.
+/// Loads a tile of x, rows some bytes apart, and keeps them in the nearest cache.
 macro_rules! load_x {
-    ($weights:ty, $tile:literal, $address:expr, $stride:expr) => {
-        if <$weights>::DISPLACE_ROWS {
-            load!("tileloaddt1", $tile, $address, $stride);
-        } else {
-            load!("tileloadd", $tile, $address, $stride);
-        }
+    ($tile:literal, $address:expr, $stride:expr) => {
+        load!("tileloadd", $tile, $address, $stride)
     };
 }
 
@@ -147,7 +143,7 @@ unsafe fn two_by_two<W: Weights>(tile: &Tile<'_>, meanwhile: &mut impl Meanwhile
         for step in 0..tile.depth / DEPTH {
             weights.begin_step(step);
             // Each tile is loaded just before the first product that needs it.
-            load_x!(W, 4, x[0], tile.x_stride);
+            load_x!(4, x[0], tile.x_stride);
             load_weights!(6, weights.at(0));
             weights.part::<4>(0, 0);
             multiply!(0, 4, 6);
@@ -156,7 +152,7 @@ unsafe fn two_by_two<W: Weights>(tile: &Tile<'_>, meanwhile: &mut impl Meanwhile
             weights.part::<4>(2, 0);
             multiply!(1, 4, 7);
             weights.part::<4>(3, 0);
-            load_x!(W, 5, x[1], tile.x_stride);
+            load_x!(5, x[1], tile.x_stride);
             weights.part::<4>(0, 1);
             multiply!(2, 5, 6);
             weights.part::<4>(1, 1);
@@ -202,7 +198,7 @@ unsafe fn one_by_some<W: Weights, const PANELS: usize>(tile: &Tile<'_>, meanwhil
         zero!(0, 1, 2, 3);
         for step in 0..tile.depth / DEPTH {
             weights.begin_step(step);
-            load_x!(W, 4, x, tile.x_stride);
+            load_x!(4, x, tile.x_stride);
             panel!(0, 6);
             panel!(1, 7);
             panel!(2, 6);
@@ -265,22 +261,13 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
             self.configure(tile.num_rows - lower, lower);
             // SAFETY: passed on.
             unsafe {
-                match (
-                    tile.coded.map(CodedPanels::are_kept),
-                    tile.reads,
-                    tile.ahead_lines,
-                ) {
-                    (Some(true), true, _) => multiply::<Coded<true, true>>(tile, meanwhile),
-                    (Some(true), false, _) => multiply::<Coded<false, true>>(tile, meanwhile),
-                    (Some(false), true, _) => multiply::<Coded<true, false>>(tile, meanwhile),
-                    (Some(false), false, _) => multiply::<Coded<false, false>>(tile, meanwhile),
-                    (None, true, _) => multiply::<Plain>(tile, meanwhile),
-                    _ if lower == 0 => multiply::<Near<0>>(tile, meanwhile),
-                    (None, false, 0) => two_by_two::<Near<0>>(tile, meanwhile),
-                    (None, false, 1) => two_by_two::<Near<1>>(tile, meanwhile),
-                    (None, false, 2) => two_by_two::<Near<2>>(tile, meanwhile),
-                    (None, false, 4) => two_by_two::<Near<4>>(tile, meanwhile),
-                    (None, false, _) => two_by_two::<Near<8>>(tile, meanwhile),
+                match (tile.coded.map(CodedPanels::are_kept), tile.reads) {
+                    (Some(true), true) => multiply::<Coded<true, true>>(tile, meanwhile),
+                    (Some(true), false) => multiply::<Coded<false, true>>(tile, meanwhile),
+                    (Some(false), true) => multiply::<Coded<true, false>>(tile, meanwhile),
+                    (Some(false), false) => multiply::<Coded<false, false>>(tile, meanwhile),
+                    (None, true) => multiply::<Plain>(tile, meanwhile),
+                    (None, false) => multiply::<Near>(tile, meanwhile),
                 }
             }
         } else {

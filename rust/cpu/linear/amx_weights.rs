@@ -33,9 +33,6 @@ const LEAD_BYTES: usize = 9 << 10;
 
 /// What a loop along K does about its weights.
 pub(super) trait Weights {
-    /// Whether so much of the nearest cache is taken meanwhile that rows of x would not stay there.
-    const DISPLACE_ROWS: bool = false;
-
     /// For a tile, whose panels are coded if these are.
     fn new(tile: &Tile<'_>) -> Self;
 
@@ -124,24 +121,52 @@ fn prefetch<const HINT: i32>(address: *const u8) {
     unsafe { _mm_prefetch::<HINT>(address.cast()) };
 }
 
-/// Weights as they are multiplied, which have come from memory before. So many `LINES` of what is read later are asked for
-/// in a step of two panels and two blocks of rows, a divisor of `PLACES`, or none.
-pub(super) struct Near<const LINES: usize> {
-    at: *const u8,
-    stride: usize,
-    ahead: *const u8,
-}
-
-/// Parts of a step of two panels.
+/// Places of a step of two panels.
 const PLACES: usize = 8;
 
-impl<const LINES: usize> Weights for Near<LINES> {
+/// Requests of lines that are read later, a few in each step of two panels and two blocks of rows.
+struct Later {
+    at: *const u8,
+    /// By place of a step, a bit: whether a line is asked for there.
+    places: usize,
+}
+
+impl Later {
+    /// Those of a tile.
+    #[inline(always)]
+    fn new(tile: &Tile<'_>) -> Self {
+        let lines_before = |place: usize| place * tile.ahead_lines / PLACES;
+        let asks = |place: &usize| lines_before(*place) != lines_before(place + 1);
+        Self {
+            at: tile.ahead,
+            places: (0..PLACES).filter(asks).map(|place| 1 << place).sum(),
+        }
+    }
+
+    /// One of `PARTS` parts of the requests that belong to a panel of the tile.
+    #[inline(always)]
+    fn part<const PARTS: usize>(&mut self, part: usize, panel: usize) {
+        if self.places >> (PARTS * panel + part) & 1 != 0 {
+            prefetch::<_MM_HINT_T1>(self.at);
+            self.at = self.at.wrapping_add(CACHE_LINE_BYTES);
+        }
+    }
+}
+
+/// Weights as they are multiplied, which have come from memory before.
+pub(super) struct Near {
+    at: *const u8,
+    stride: usize,
+    later: Later,
+}
+
+impl Weights for Near {
     #[inline(always)]
     fn new(tile: &Tile<'_>) -> Self {
         Self {
             at: tile.panels,
             stride: tile.panel_stride,
-            ahead: tile.ahead,
+            later: Later::new(tile),
         }
     }
 
@@ -155,10 +180,7 @@ impl<const LINES: usize> Weights for Near<LINES> {
 
     #[inline(always)]
     unsafe fn part<const PARTS: usize>(&mut self, part: usize, panel: usize) {
-        if LINES > 0 && (PARTS * panel + part).is_multiple_of(PLACES / LINES.max(1)) {
-            prefetch::<_MM_HINT_T1>(self.ahead);
-            self.ahead = self.ahead.wrapping_add(CACHE_LINE_BYTES);
-        }
+        self.later.part::<PARTS>(part, panel);
     }
 
     #[inline(always)]
@@ -169,7 +191,7 @@ impl<const LINES: usize> Weights for Near<LINES> {
 
 /// Weights as they are multiplied, from memory.
 pub(super) struct Plain {
-    near: Near<0>,
+    near: Near,
     requests: Requests<PLAIN_STEP_BYTES>,
 }
 
@@ -223,6 +245,8 @@ pub(super) struct Coded<const ASKS: bool, const KEEPS: bool> {
     near: *mut u8,
     near_stride: usize,
     near_mask: usize,
+    /// What else is asked for, unless the codes are.
+    later: Later,
     /// There, the step that is multiplied, and the one that is put together.
     now: *const u8,
     next: *mut u8,
@@ -295,8 +319,6 @@ impl<const ASKS: bool, const KEEPS: bool> Coded<ASKS, KEEPS> {
 }
 
 impl<const ASKS: bool, const KEEPS: bool> Weights for Coded<ASKS, KEEPS> {
-    const DISPLACE_ROWS: bool = KEEPS;
-
     #[inline(always)]
     fn new(tile: &Tile<'_>) -> Self {
         let panels = tile.coded.expect("the panels are coded");
@@ -316,6 +338,7 @@ impl<const ASKS: bool, const KEEPS: bool> Weights for Coded<ASKS, KEEPS> {
             near,
             near_stride: tile.panel_stride,
             near_mask: panels.near_mask,
+            later: Later::new(tile),
             now: near,
             next: near,
         }
@@ -350,6 +373,8 @@ impl<const ASKS: bool, const KEEPS: bool> Weights for Coded<ASKS, KEEPS> {
     unsafe fn part<const PARTS: usize>(&mut self, part: usize, panel: usize) {
         if ASKS {
             self.requests.part::<PARTS>(part, panel);
+        } else if KEEPS {
+            self.later.part::<PARTS>(part, panel);
         }
         if self.step < self.num_steps {
             // SAFETY: passed on, and there is such a step.
