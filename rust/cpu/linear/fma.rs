@@ -79,8 +79,11 @@ impl<S: Simd, E: Element> Fma<S, E> {
         let simd = self.simd;
         // SAFETY: the caller vouches for an element of every row and a step of every panel.
         unsafe {
-            let columns: [S::V; P] =
-                std::array::from_fn(|panel| E::load(simd, weights.wrapping_add(panel * tile.panel_stride)));
+            // Not in a closure, which would be compiled without the instructions of `simd`.
+            let mut columns = [simd.splat(0.0); P];
+            for (panel, column) in columns.iter_mut().enumerate() {
+                *column = E::load(simd, weights.wrapping_add(panel * tile.panel_stride));
+            }
             for (row, sums) in sums.iter_mut().enumerate() {
                 let element = simd.splat(*x.wrapping_add(row * tile.x_stride).cast::<f32>());
                 for (sum, column) in sums.iter_mut().zip(columns) {
