@@ -101,16 +101,18 @@ impl Level {
 
     /// The vectors of the level, with matrix tiles where it has them.
     pub(super) fn isa(self) -> Isa {
-        #[cfg(target_arch = "x86_64")]
-        let found = match self {
-            Self::Portable => None,
-            Self::Avx2 => Avx2::detect().map(Isa::Avx2),
-            Self::Avx512 | Self::Avx512Bf16 => Avx512::detect().map(Isa::Avx512),
-            Self::AmxBf16 => Avx512::detect_with_amx().map(Isa::Avx512),
-        };
-        #[cfg(not(target_arch = "x86_64"))]
-        let found = None;
-        found.unwrap_or(Isa::Portable(Portable))
+        let portable = Isa::Portable(Portable);
+        match self {
+            Self::Portable => portable,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => Avx2::detect().map_or(portable, Isa::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 | Self::Avx512Bf16 => Avx512::detect().map_or(portable, Isa::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Self::AmxBf16 => Avx512::detect_with_amx().map_or(portable, Isa::Avx512),
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => portable,
+        }
     }
 }
 

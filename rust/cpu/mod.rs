@@ -30,6 +30,16 @@
 //! Results depend on the arguments and on the instruction set, and on nothing else: not on the number of threads, nor
 //! on what else is in the batch, nor on how a prompt was cut into chunks. `tile` says how.
 
+#![cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(
+        dead_code,
+        unreachable_pub,
+        unused_variables,
+        reason = "what matrix tiles alone need has nobody to need it where there are none"
+    )
+)]
+
 pub mod activation;
 mod amx;
 pub mod attention;
