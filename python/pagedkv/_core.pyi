@@ -519,8 +519,8 @@ def rms_norm(
 ) -> None:
     """Normalises rows: `pagedkv.ops.Ops.rms_norm`.
 
-    out, x and weight are addresses of elements of `row_type`: num_rows rows of `width` elements (weight: one),
-    the stride in elements; out is dense. The bits of a row depend on that row alone. Raises
+    out, x and weight are addresses of elements of `row_type`: num_rows rows of `width` elements, one of
+    weight, the stride in elements; out is dense. The bits of a row depend on that row alone. Raises
     ValueError for an address that cannot be one. The same rule for the GIL as in `StepPlan.paged_attention`.
     """
 

@@ -61,7 +61,7 @@ pub struct Step<'a> {
 /// The rows of R tokens on their way through a layer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stream {
-    /// `[R, hidden]`, dense: what was added up so far, to which each half of a layer adds what it contributes.
+    /// `[R, hidden]`, dense: what was added up so far, to which `out` and `down` of each layer add their results.
     pub(super) residual: MatrixView,
     /// `[R, widths[0]]`: rows after a norm, or the result of attention.
     pub(super) rows: *mut u8,

@@ -1,4 +1,4 @@
-//! What is done to sums that are complete: bias, gate, rounding, and addition to the residual, on their way to the result.
+//! What is done to sums that are complete, on their way to the result: bias, gate, rounding, addition to the residual.
 
 #![expect(
     clippy::inline_always,
@@ -135,8 +135,8 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
                 let result = simd.mul(silu(simd, first), second);
                 store_vector(simd, self.dtype, self.summed(result, out), out);
             } else {
-                // The next panels of these rows are written there. A store or a sum that finds its line nowhere near holds up
-                // those after it; a gate, which takes more instructions, leaves them the time.
+                // The next panels of these rows are written there. A load or a store that finds its line nowhere near
+                // holds up those after it; a gate, which takes more instructions, leaves them the time.
                 let next = out.wrapping_add(self.pair_bytes);
                 simd.prefetch(next);
                 if self.pair_bytes > CACHE_LINE_BYTES {
