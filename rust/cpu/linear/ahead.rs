@@ -38,21 +38,22 @@ impl Ahead {
     /// So many bytes, asked for in so many steps; nothing if these are none.
     pub(super) fn new(at: *const u8, num_bytes: usize, num_steps: usize) -> Self {
         let num_lines = num_bytes.div_ceil(CACHE_LINE_BYTES);
-        // A quarter may be left: to whoever reads them, without asking, one line after the other.
-        let lines_a_step = match num_steps {
-            0 => 0,
-            _ => (num_lines * 3 / 4).div_ceil(num_steps).next_power_of_two(),
+        let all_a_step = if num_steps > 0 {
+            num_lines.div_ceil(num_steps)
+        } else {
+            0
         };
-        let num_lines = num_lines.min(lines_a_step * num_steps);
+        // A quarter may be left: to whoever reads them, without asking, one line after the other.
+        let lines_a_step = if all_a_step * 3 / 4 > MAX_LINES_A_STEP {
+            0
+        } else {
+            all_a_step.min(MAX_LINES_A_STEP)
+        };
         Self {
             first: at,
             at,
-            num_lines,
-            lines_a_step: if lines_a_step > MAX_LINES_A_STEP {
-                0
-            } else {
-                lines_a_step
-            },
+            num_lines: num_lines.min(lines_a_step * num_steps),
+            lines_a_step,
         }
     }
 

@@ -17,6 +17,7 @@ use std::arch::asm;
 use std::cell::Cell;
 
 use super::amx_weights::{Coded, MAX_PANELS, Near, Plain, Weights};
+use super::near::CodedPanels;
 use super::piece::{Meanwhile, MicroKernel, Tile, chunk_step};
 use crate::cpu::amx::{Amx, DEPTH, ROW_BYTES, Shapes, TILE_LEN};
 use crate::cpu::isa::LANES;
@@ -260,16 +261,13 @@ impl<const PARTS: usize> MicroKernel for Tiles<'_, PARTS> {
             self.configure(tile.num_rows - lower, lower);
             // SAFETY: passed on.
             unsafe {
-                match (tile.coded.is_some(), tile.reads, tile.ahead_lines) {
-                    (true, true, _) => multiply::<Coded<true>>(tile, meanwhile),
-                    (true, false, _) => multiply::<Coded<false>>(tile, meanwhile),
-                    (false, true, _) => multiply::<Plain>(tile, meanwhile),
-                    _ if lower == 0 => multiply::<Near<0>>(tile, meanwhile),
-                    (false, false, 0) => two_by_two::<Near<0>>(tile, meanwhile),
-                    (false, false, 1) => two_by_two::<Near<1>>(tile, meanwhile),
-                    (false, false, 2) => two_by_two::<Near<2>>(tile, meanwhile),
-                    (false, false, 4) => two_by_two::<Near<4>>(tile, meanwhile),
-                    (false, false, _) => two_by_two::<Near<8>>(tile, meanwhile),
+                match (tile.coded.map(CodedPanels::are_kept), tile.reads) {
+                    (Some(true), true) => multiply::<Coded<true, true>>(tile, meanwhile),
+                    (Some(true), false) => multiply::<Coded<false, true>>(tile, meanwhile),
+                    (Some(false), true) => multiply::<Coded<true, false>>(tile, meanwhile),
+                    (Some(false), false) => multiply::<Coded<false, false>>(tile, meanwhile),
+                    (None, true) => multiply::<Plain>(tile, meanwhile),
+                    (None, false) => multiply::<Near>(tile, meanwhile),
                 }
             }
         } else {

@@ -17,11 +17,11 @@
 )]
 
 use std::arch::x86_64::{
-    __m512i, _MM_HINT_T1, _mm_prefetch, _mm512_loadu_si512, _mm512_permutexvar_epi8, _mm512_set1_epi16,
-    _mm512_shldi_epi16, _mm512_srli_epi16, _mm512_storeu_si512, _mm512_ternarylogic_epi32,
+    __m512i, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm512_loadu_si512, _mm512_permutexvar_epi8,
+    _mm512_set1_epi16, _mm512_shldi_epi16, _mm512_srli_epi16, _mm512_storeu_si512, _mm512_ternarylogic_epi32,
 };
 
-use super::coded::{self, Exception, GROUPS, LOW_BYTES, PLAIN_STEP_BYTES};
+use super::coded::{self, Exception, GROUP_LINES, GROUPS, LOW_BYTES, PLAIN_STEP_BYTES};
 use super::piece::Tile;
 use crate::cpu::amx::DEPTH;
 use crate::memory::CACHE_LINE_BYTES;
@@ -104,7 +104,7 @@ impl<const STEP_BYTES: usize> Requests<STEP_BYTES> {
         let lines = STEP_BYTES / CACHE_LINE_BYTES / PARTS;
         let at = self.at.wrapping_add(panel * self.stride);
         for line in lines * part..lines * (part + 1) {
-            prefetch(at.wrapping_add(line * CACHE_LINE_BYTES));
+            prefetch::<_MM_HINT_T1>(at.wrapping_add(line * CACHE_LINE_BYTES));
         }
     }
 
@@ -114,31 +114,59 @@ impl<const STEP_BYTES: usize> Requests<STEP_BYTES> {
     }
 }
 
-/// Asks for a line, which may be any, into the second-level cache.
+/// Asks for a line, which may be any, into the nearest or the second-level cache.
 #[inline(always)]
-fn prefetch(address: *const u8) {
+fn prefetch<const HINT: i32>(address: *const u8) {
     // SAFETY: a prefetch accesses nothing.
-    unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
+    unsafe { _mm_prefetch::<HINT>(address.cast()) };
 }
 
-/// Weights as they are multiplied, which have come from memory before. So many `LINES` of what is read later are asked for
-/// in a step of two panels and two blocks of rows, a divisor of `PLACES`, or none.
-pub(super) struct Near<const LINES: usize> {
-    at: *const u8,
-    stride: usize,
-    ahead: *const u8,
-}
-
-/// Parts of a step of two panels.
+/// Places of a step of two panels.
 const PLACES: usize = 8;
 
-impl<const LINES: usize> Weights for Near<LINES> {
+/// Requests of lines that are read later, a few in each step of two panels and two blocks of rows.
+struct Later {
+    at: *const u8,
+    /// By place of a step, a bit: whether a line is asked for there.
+    places: usize,
+}
+
+impl Later {
+    /// Those of a tile.
+    #[inline(always)]
+    fn new(tile: &Tile<'_>) -> Self {
+        let lines_before = |place: usize| place * tile.ahead_lines / PLACES;
+        let asks = |place: &usize| lines_before(*place) != lines_before(place + 1);
+        Self {
+            at: tile.ahead,
+            places: (0..PLACES).filter(asks).map(|place| 1 << place).sum(),
+        }
+    }
+
+    /// One of `PARTS` parts of the requests that belong to a panel of the tile.
+    #[inline(always)]
+    fn part<const PARTS: usize>(&mut self, part: usize, panel: usize) {
+        if self.places >> (PARTS * panel + part) & 1 != 0 {
+            prefetch::<_MM_HINT_T1>(self.at);
+            self.at = self.at.wrapping_add(CACHE_LINE_BYTES);
+        }
+    }
+}
+
+/// Weights as they are multiplied, which have come from memory before.
+pub(super) struct Near {
+    at: *const u8,
+    stride: usize,
+    later: Later,
+}
+
+impl Weights for Near {
     #[inline(always)]
     fn new(tile: &Tile<'_>) -> Self {
         Self {
             at: tile.panels,
             stride: tile.panel_stride,
-            ahead: tile.ahead,
+            later: Later::new(tile),
         }
     }
 
@@ -152,10 +180,7 @@ impl<const LINES: usize> Weights for Near<LINES> {
 
     #[inline(always)]
     unsafe fn part<const PARTS: usize>(&mut self, part: usize, panel: usize) {
-        if LINES > 0 && (PARTS * panel + part).is_multiple_of(PLACES / LINES.max(1)) {
-            prefetch(self.ahead);
-            self.ahead = self.ahead.wrapping_add(CACHE_LINE_BYTES);
-        }
+        self.later.part::<PARTS>(part, panel);
     }
 
     #[inline(always)]
@@ -166,7 +191,7 @@ impl<const LINES: usize> Weights for Near<LINES> {
 
 /// Weights as they are multiplied, from memory.
 pub(super) struct Plain {
-    near: Near<0>,
+    near: Near,
     requests: Requests<PLAIN_STEP_BYTES>,
 }
 
@@ -201,8 +226,9 @@ impl Weights for Plain {
     }
 }
 
-/// Codes, from memory if `ASKS`, put together a step ahead of the products.
-pub(super) struct Coded<const ASKS: bool> {
+/// Codes, from memory if `ASKS`, put together a step ahead of the products; the elements are kept for other rows if
+/// `KEEPS`, and go to the second-level cache.
+pub(super) struct Coded<const ASKS: bool, const KEEPS: bool> {
     requests: Requests<{ coded::STEP_BYTES }>,
     /// By code, the high byte.
     high_bytes: __m512i,
@@ -219,12 +245,14 @@ pub(super) struct Coded<const ASKS: bool> {
     near: *mut u8,
     near_stride: usize,
     near_mask: usize,
+    /// What else is asked for, unless the codes are.
+    later: Later,
     /// There, the step that is multiplied, and the one that is put together.
     now: *const u8,
     next: *mut u8,
 }
 
-impl<const ASKS: bool> Coded<ASKS> {
+impl<const ASKS: bool, const KEEPS: bool> Coded<ASKS, KEEPS> {
     /// Turns to the next step.
     #[inline(always)]
     fn advance(&mut self) {
@@ -236,7 +264,8 @@ impl<const ASKS: bool> Coded<ASKS> {
             .wrapping_add((self.step & self.near_mask) * PLAIN_STEP_BYTES);
     }
 
-    /// Puts four lines of a panel together.
+    /// Puts four lines of a panel together, and asks for those of the step after this one, if they are kept: a store that
+    /// finds its line no nearer than in the second-level cache holds up the stores after it.
     ///
     /// # Safety
     /// See `Weights::begin`; there is such a step.
@@ -262,6 +291,12 @@ impl<const ASKS: bool> Coded<ASKS> {
                 _mm512_storeu_si512(out.add(2 * pair + 1), second);
             }
         }
+        if KEEPS {
+            let next = out.cast::<u8>().wrapping_add(PLAIN_STEP_BYTES);
+            for line in 0..GROUP_LINES {
+                prefetch::<_MM_HINT_T0>(next.wrapping_add(line * CACHE_LINE_BYTES));
+            }
+        }
     }
 
     /// Corrects the exceptions of a step that has been put together.
@@ -283,7 +318,7 @@ impl<const ASKS: bool> Coded<ASKS> {
     }
 }
 
-impl<const ASKS: bool> Weights for Coded<ASKS> {
+impl<const ASKS: bool, const KEEPS: bool> Weights for Coded<ASKS, KEEPS> {
     #[inline(always)]
     fn new(tile: &Tile<'_>) -> Self {
         let panels = tile.coded.expect("the panels are coded");
@@ -303,6 +338,7 @@ impl<const ASKS: bool> Weights for Coded<ASKS> {
             near,
             near_stride: tile.panel_stride,
             near_mask: panels.near_mask,
+            later: Later::new(tile),
             now: near,
             next: near,
         }
@@ -337,6 +373,8 @@ impl<const ASKS: bool> Weights for Coded<ASKS> {
     unsafe fn part<const PARTS: usize>(&mut self, part: usize, panel: usize) {
         if ASKS {
             self.requests.part::<PARTS>(part, panel);
+        } else if KEEPS {
+            self.later.part::<PARTS>(part, panel);
         }
         if self.step < self.num_steps {
             // SAFETY: passed on, and there is such a step.

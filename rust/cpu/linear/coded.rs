@@ -18,7 +18,7 @@ use crate::cpu::element::Dtype;
 /// Elements of a line.
 const LINE: usize = 32;
 /// Lines whose codes share a line.
-const GROUP_LINES: usize = 4;
+pub(super) const GROUP_LINES: usize = 4;
 /// Such groups in a step.
 pub(super) const GROUPS: usize = 4;
 /// Elements of a step.

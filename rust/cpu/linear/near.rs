@@ -36,6 +36,11 @@ pub(super) struct CodedPanels<'k> {
 }
 
 impl CodedPanels<'_> {
+    /// Whether the elements are kept for other tiles.
+    pub(super) fn are_kept(self) -> bool {
+        self.near_mask == usize::MAX
+    }
+
     /// Those from one of the panels on.
     pub(super) fn from(self, panel: usize) -> Self {
         Self {

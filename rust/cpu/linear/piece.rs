@@ -239,13 +239,12 @@ impl Piece<'_> {
             let num_panels = group * block_len(self.panels.len().div_ceil(group), most_panels / group);
             for span in cuts(&self.panels, num_panels) {
                 let is_near = ahead::are_asked(weight.panel(span.start));
-                // Whole blocks ask for the next span, unless they read this one, or put it together.
-                let first_asks = is_near && !is_coded;
-                let num_asking = (chunk.len() / pass_rows).saturating_sub(usize::from(!first_asks));
+                // Whole blocks ask for the next span, unless they read this one.
+                let num_asking = (chunk.len() / pass_rows).saturating_sub(usize::from(!is_near));
                 let mut ahead = self.after(&span, if are_kept { num_asking } else { 0 });
                 for rows in cuts(&chunk, pass_rows) {
                     let is_first = rows.start == chunk.start;
-                    let asks = are_kept && rows.len() == pass_rows && (first_asks || !is_first);
+                    let asks = are_kept && rows.len() == pass_rows && (is_near || !is_first);
                     for panels in cuts(&span, group) {
                         let places = if are_kept { &span } else { &panels };
                         let tile_panels = TilePanels::new(weight, places, [are_kept, is_first], &mut near);
