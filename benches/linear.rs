@@ -149,6 +149,7 @@ impl Layers {
         };
         let call = Linear {
             out: view(self.out.as_ptr().cast(), weight.out_size()),
+            adds: false,
             x: view(self.x.as_ptr(), weight.in_size()),
             weight,
         };

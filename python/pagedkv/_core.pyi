@@ -510,19 +510,17 @@ def rope_cache(
 def rms_norm(
     out: int,
     x: int,
-    residual: int,
     weight: int,
     num_rows: int,
     width: int,
     x_stride: int,
-    residual_stride: int,
     row_type: str,
     eps: float,
 ) -> None:
-    """Normalises rows: `pagedkv.ops.Ops.rms_norm`, or `add_rms_norm` if `residual` is not 0.
+    """Normalises rows: `pagedkv.ops.Ops.rms_norm`.
 
-    out, x, residual and weight are addresses of elements of `row_type`: num_rows rows of `width` elements
-    (weight: one), the strides in elements; out is dense. The bits of a row depend on that row alone. Raises
+    out, x and weight are addresses of elements of `row_type`: num_rows rows of `width` elements, one of
+    weight, the stride in elements; out is dense. The bits of a row depend on that row alone. Raises
     ValueError for an address that cannot be one. The same rule for the GIL as in `StepPlan.paged_attention`.
     """
 

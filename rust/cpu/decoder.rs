@@ -22,8 +22,8 @@ const TOKENS_PER_PIECE: usize = 16;
 const COPIED_PER_NS: usize = 1;
 
 thread_local! {
-    /// Residual, update, `rows` and `wide` of a `Stream`, and the residual of the sampled rows.
-    static BUFFERS: RefCell<[AlignedBuffer; 5]> = RefCell::default();
+    /// Residual, `rows` and `wide` of a `Stream`, and the residual of the sampled rows.
+    static BUFFERS: RefCell<[AlignedBuffer; 4]> = RefCell::default();
 }
 
 /// Where the embedding of a token is.
@@ -118,7 +118,13 @@ impl Decoder<'_> {
             num_rows,
             ..self.norm
         };
-        Linear { out: x, x, weight }.estimated_ns()
+        let call = Linear {
+            out: x,
+            adds: false,
+            x,
+            weight,
+        };
+        call.estimated_ns()
     }
 
     /// Computes the call, and adds the times of its phases to `times`. `before_layer` is called before each layer.
@@ -143,7 +149,6 @@ impl Decoder<'_> {
                     layer,
                     step: &self.step,
                     stream,
-                    adds_update: idx > 0,
                     next: self.layers.get(idx + 1).map_or(self.head, |layer| layer.qkv),
                 };
                 // SAFETY: passed on; the buffers are ours.
@@ -180,7 +185,7 @@ impl Decoder<'_> {
     }
 
     /// The stream of all tokens, and that of the sampled rows, which have only a residual of their own.
-    fn reserve(&self, buffers: &mut [AlignedBuffer; 5]) -> (Stream, Stream) {
+    fn reserve(&self, buffers: &mut [AlignedBuffer; 4]) -> (Stream, Stream) {
         let hidden = self.norm.width;
         let num_rows = self.token_ids.len().max(self.sample_rows.len());
         let widest = |idx: usize| {
@@ -189,7 +194,6 @@ impl Decoder<'_> {
         };
         let row_bytes = self.norm.dtype.size();
         let shapes = [
-            (num_rows, hidden),
             (num_rows, hidden),
             (num_rows, widest(0)),
             (num_rows, widest(1)),
@@ -200,20 +204,15 @@ impl Decoder<'_> {
             buffer.reserve(len);
             buffer.slice(0..len).as_mut_ptr().cast::<u8>()
         });
-        let [residual, update, rows, wide, sampled] = std::array::from_fn(|_| parts.next().expect("five"));
+        let [residual, rows, wide, sampled] = std::array::from_fn(|_| parts.next().expect("four"));
         let stream = |num_rows, residual| {
-            let matrix = |address| MatrixView {
-                address,
+            let residual = MatrixView {
+                address: residual,
                 num_rows,
                 row_stride: hidden,
                 ..self.norm
             };
-            Stream {
-                residual: matrix(residual),
-                update: matrix(update),
-                rows,
-                wide,
-            }
+            Stream { residual, rows, wide }
         };
         (
             stream(self.token_ids.len(), residual),
@@ -271,13 +270,13 @@ impl Decoder<'_> {
         };
         let norm = Call::Norm(RmsNorm {
             out: x,
-            x: stream.update,
-            residual: Some(stream.residual),
+            x: stream.residual,
             weight: self.norm,
             eps: self.layers[0].eps,
         });
         let product = Linear {
             out: self.logits,
+            adds: false,
             x,
             weight: self.head,
         };

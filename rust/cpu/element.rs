@@ -191,6 +191,21 @@ pub(crate) unsafe fn load_vector<S: Simd>(simd: S, dtype: Dtype, src: *const u8)
     }
 }
 
+/// Rounds a vector to what the type can hold; it stays f32.
+#[inline(always)]
+pub(crate) fn round_vector<S: Simd>(simd: S, dtype: Dtype, vector: S::V) -> S::V {
+    match dtype {
+        Dtype::F32 => vector,
+        Dtype::Bf16 => simd.round_bf16(vector),
+        Dtype::F16 => {
+            let mut lanes = [0.0; LANES];
+            simd.store(vector, &mut lanes);
+            round_row(dtype, &mut lanes);
+            simd.load(&lanes)
+        }
+    }
+}
+
 /// Rounds and writes a vector.
 ///
 /// # Safety

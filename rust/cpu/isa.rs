@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use super::amx::Amx;
-use super::element::{Dtype, store_row};
+use super::element::{Dtype, round_row, store_row};
 use super::level::Level;
 
 /// Lanes of a vector.
@@ -102,6 +102,14 @@ pub(crate) trait Simd: Copy + Send + Sync {
             self.store_bf16(first, dst);
             self.store_bf16(second, dst.wrapping_add(LANES * Dtype::Bf16.size()));
         }
+    }
+    /// Rounds to numbers of bf16, as `store_bf16` does; they stay f32.
+    #[inline(always)]
+    fn round_bf16(self, v: Self::V) -> Self::V {
+        let mut lanes = [0.0; LANES];
+        self.store(v, &mut lanes);
+        round_row(Dtype::Bf16, &mut lanes);
+        self.load(&lanes)
     }
     /// a + b
     fn add(self, a: Self::V, b: Self::V) -> Self::V;

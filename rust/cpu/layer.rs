@@ -61,10 +61,8 @@ pub struct Step<'a> {
 /// The rows of R tokens on their way through a layer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stream {
-    /// `[R, hidden]`, dense: what was added up so far. A layer adds the update, and what attention contributes.
+    /// `[R, hidden]`, dense: what was added up so far, to which `out` and `down` of each layer add their results.
     pub(super) residual: MatrixView,
-    /// `[R, hidden]`, dense: what the layer before contributed, replaced by what the feed-forward layer contributes.
-    pub(super) update: MatrixView,
     /// `[R, widths[0]]`: rows after a norm, or the result of attention.
     pub(super) rows: *mut u8,
     /// `[R, widths[1]]`: queries, keys and values, or the rows within the feed-forward layer.
@@ -78,8 +76,6 @@ pub(super) struct LayerCall<'a> {
     pub(super) layer: &'a Layer<'a>,
     pub(super) step: &'a Step<'a>,
     pub(super) stream: Stream,
-    /// Whether there was a layer before; if not, the update is only written.
-    pub(super) adds_update: bool,
     /// What is multiplied by after the layer.
     pub(super) next: &'a PackedWeight,
 }
@@ -222,19 +218,13 @@ impl<'a> Calls<'a> {
         }
     }
 
-    /// Normalises the residual, after adding the update if `adds`. Returns where the result is.
-    fn norm(&mut self, weight: MatrixView, adds: bool) -> MatrixView {
-        let Stream {
-            residual,
-            update,
-            rows,
-            ..
-        } = self.call.stream;
+    /// Normalises the residual. Returns where the result is.
+    fn norm(&mut self, weight: MatrixView) -> MatrixView {
+        let Stream { residual, rows, .. } = self.call.stream;
         let out = self.matrix(rows, residual.width);
         let call = RmsNorm {
             out,
-            x: if adds { update } else { residual },
-            residual: adds.then_some(residual),
+            x: residual,
             weight,
             eps: self.call.layer.eps,
         };
@@ -242,16 +232,28 @@ impl<'a> Calls<'a> {
         out
     }
 
-    /// Multiplies by the first weight. The second one's turn is next.
-    fn linear(
-        &mut self,
-        phase: Phase,
-        x: MatrixView,
-        [weight, next]: [&'a PackedWeight; 2],
-        out: MatrixView,
-    ) {
-        let call = Call::Linear(Linear { out, x, weight }, Some(next));
-        self.calls.push((phase, call));
+    /// Multiplies by the first weight, into `wide`. The second one's turn is next. Returns where the result is.
+    fn linear(&mut self, phase: Phase, x: MatrixView, [weight, next]: [&'a PackedWeight; 2]) -> MatrixView {
+        let out = self.matrix(self.call.stream.wide, weight.out_size());
+        let call = Linear {
+            out,
+            adds: false,
+            x,
+            weight,
+        };
+        self.calls.push((phase, Call::Linear(call, Some(next))));
+        out
+    }
+
+    /// Likewise, and adds the result to the residual.
+    fn contribute(&mut self, phase: Phase, x: MatrixView, [weight, next]: [&'a PackedWeight; 2]) {
+        let call = Linear {
+            out: self.call.stream.residual,
+            adds: true,
+            x,
+            weight,
+        };
+        self.calls.push((phase, Call::Linear(call, Some(next))));
     }
 
     /// Normalises each head in place.
@@ -269,7 +271,6 @@ impl<'a> Calls<'a> {
             let call = RmsNorm {
                 out: rows,
                 x: rows,
-                residual: None,
                 weight,
                 eps: self.call.layer.eps,
             };
@@ -375,9 +376,8 @@ impl LayerCall<'_> {
     pub(super) unsafe fn attend(&self, times: &mut PhaseTimes) -> Result<MatrixView, InvalidArgument> {
         let layer = self.layer;
         let mut calls = self.no_calls();
-        let rows = calls.norm(layer.input_norm, self.adds_update);
-        let heads = calls.matrix(self.stream.wide, layer.heads_width());
-        calls.linear(Phase::Qkv, rows, [layer.qkv, layer.out], heads);
+        let rows = calls.norm(layer.input_norm);
+        let heads = calls.linear(Phase::Qkv, rows, [layer.qkv, layer.out]);
         let mixed = calls.attend(heads);
         // SAFETY: passed on.
         unsafe { calls.run(times)? };
@@ -396,13 +396,12 @@ impl LayerCall<'_> {
         mixed: MatrixView,
         times: &mut PhaseTimes,
     ) -> Result<(), InvalidArgument> {
-        let (layer, Stream { update, wide, .. }) = (self.layer, self.stream);
+        let layer = self.layer;
         let mut calls = self.no_calls();
-        calls.linear(Phase::Out, mixed, [layer.out, layer.gate_up], update);
-        let rows = calls.norm(layer.post_norm, true);
-        let gated = calls.matrix(wide, layer.gate_up.out_size());
-        calls.linear(Phase::GateUp, rows, [layer.gate_up, layer.down], gated);
-        calls.linear(Phase::Down, gated, [layer.down, self.next], update);
+        calls.contribute(Phase::Out, mixed, [layer.out, layer.gate_up]);
+        let rows = calls.norm(layer.post_norm);
+        let gated = calls.linear(Phase::GateUp, rows, [layer.gate_up, layer.down]);
+        calls.contribute(Phase::Down, gated, [layer.down, self.next]);
         // SAFETY: passed on.
         unsafe { calls.run(times) }
     }

@@ -1,9 +1,9 @@
-//! Root mean square normalisation of rows, with or without the residual sum before it, in one pass over memory.
+//! Root mean square normalisation of rows, in one pass over memory.
 //!
 //! A row is widened into a buffer in the nearest cache, and everything is computed there. The square sum is taken in
 //! four vectors in turn, which are then added up: an order that depends on the width alone, so that a row has the same
-//! bits in any batch and on any number of threads. The callers are the bindings of `rms_norm` and
-//! `add_rms_norm`, `layer` and `decoder`.
+//! bits in any batch and on any number of threads. The callers are the binding of `rms_norm`,
+//! `layer` and `decoder`.
 
 #![expect(
     clippy::inline_always,
@@ -11,7 +11,7 @@
 )]
 
 use super::InvalidArgument;
-use super::element::{load_row, load_vector, round_row, store_row, store_vector};
+use super::element::{load_row, load_vector, round_vector, store_row, store_vector};
 use super::isa::{Isa, Kernel, LANES, Simd};
 use super::pool;
 use super::prefetch::prefetch_bytes;
@@ -36,8 +36,6 @@ pub struct RmsNorm {
     pub out: MatrixView,
     /// `[N, I]`
     pub x: MatrixView,
-    /// `[N, I]`: x is added to it, the sum is rounded to the type, stored here, and normalised in place of x.
-    pub residual: Option<MatrixView>,
     /// `[1, I]`
     pub weight: MatrixView,
     /// Added to the mean of the squares.
@@ -51,9 +49,6 @@ impl RmsNorm {
     /// The first argument that does not fit.
     pub fn check(&self) -> Result<(), InvalidArgument> {
         self.out.check_like("out", &self.x, "x")?;
-        if let Some(residual) = &self.residual {
-            residual.check_like("residual", &self.x, "x")?;
-        }
         let row = MatrixView {
             num_rows: 1,
             ..self.x
@@ -113,7 +108,7 @@ impl Kernel for NormaliseRows<'_> {
         for row in self.rows.clone() {
             self.fetch(simd, row + ROWS_AHEAD);
             // SAFETY: as above; the row is within the views, and no other piece has it.
-            unsafe { self.add(simd, row, values) };
+            unsafe { self.widen(simd, row, values) };
             #[expect(clippy::cast_precision_loss, reason = "rows are shorter than 2^24")]
             let mean = square_sum(simd, values) / x.width as f32;
             // SAFETY: as above.
@@ -126,61 +121,38 @@ impl NormaliseRows<'_> {
     /// Asks for a row, if it is one of these: another thread may have written a part of it.
     #[inline(always)]
     fn fetch<S: Simd>(&self, simd: S, row: usize) {
-        if !self.rows.contains(&row) {
-            return;
-        }
-        for view in std::iter::once(&self.call.x).chain(&self.call.residual) {
-            prefetch_bytes(simd, view.row(row), view.row_bytes());
+        if self.rows.contains(&row) {
+            let x = self.call.x;
+            prefetch_bytes(simd, x.row(row), x.row_bytes());
         }
     }
 
-    /// Widens a row of x; adds the residual and replaces that, if there is one.
+    /// Widens a row of x.
     ///
     /// # Safety
     /// The views are valid, the row is one of these.
     #[inline(always)]
-    unsafe fn add<S: Simd>(&self, simd: S, row: usize, values: &mut [f32]) {
-        let RmsNorm { x, residual, .. } = *self.call;
+    unsafe fn widen<S: Simd>(&self, simd: S, row: usize, values: &mut [f32]) {
+        let x = self.call.x;
         let (vectors, rest) = values.as_chunks_mut::<LANES>().0.split_at_mut(x.width / LANES);
         for (idx, value) in vectors.iter_mut().enumerate() {
             // SAFETY: the elements are within the row, for which the caller vouches.
-            unsafe {
-                let mut sum = load_vector(simd, x.dtype, x.at(row, idx * LANES));
-                if let Some(residual) = residual {
-                    let place = residual.at(row, idx * LANES);
-                    store_vector(
-                        simd,
-                        x.dtype,
-                        simd.add(load_vector(simd, x.dtype, place), sum),
-                        place,
-                    );
-                    sum = load_vector(simd, x.dtype, place);
-                }
-                simd.store(sum, value);
-            }
+            simd.store(
+                unsafe { load_vector(simd, x.dtype, x.at(row, idx * LANES)) },
+                value,
+            );
         }
-        let start = x.width - x.width % LANES;
         for value in rest {
-            let len = x.width - start;
-            *value = [0.0; LANES];
+            let len = x.width % LANES;
             // SAFETY: as above.
-            unsafe {
-                load_row(x.dtype, x.at(row, start), &mut value[..len]);
-                if let Some(residual) = residual {
-                    let mut addend = [0.0; LANES];
-                    load_row(x.dtype, residual.at(row, start), &mut addend[..len]);
-                    simd.store(simd.add(simd.load(&addend), simd.load(value)), value);
-                    round_row(x.dtype, &mut value[..len]);
-                    store_row(x.dtype, &value[..len], residual.at(row, start));
-                }
-            }
+            unsafe { load_row(x.dtype, x.at(row, x.width - len), &mut value[..len]) };
         }
     }
 
     /// Writes a row: the values times the factor, rounded, times the weights.
     ///
     /// # Safety
-    /// As `add`.
+    /// As `widen`.
     #[inline(always)]
     unsafe fn scale<S: Simd>(&self, simd: S, row: usize, values: &[f32], factor: f32, weights: &[f32]) {
         let out = self.call.out;
@@ -193,18 +165,15 @@ impl NormaliseRows<'_> {
         for (idx, (value, weight)) in pairs.enumerate() {
             let start = idx * LANES;
             let (place, len) = (out.at(row, start), LANES.min(out.width - start));
-            let scaled = simd.mul(simd.load(value), factor);
-            // SAFETY: the elements are within the row, for which the caller vouches. What was rounded is read back.
+            let scaled = round_vector(simd, out.dtype, simd.mul(simd.load(value), factor));
+            let product = simd.mul(scaled, simd.load(weight));
+            // SAFETY: the elements are within the row, for which the caller vouches.
             unsafe {
                 if len == LANES {
-                    store_vector(simd, out.dtype, scaled, place);
-                    let scaled = load_vector(simd, out.dtype, place);
-                    store_vector(simd, out.dtype, simd.mul(scaled, simd.load(weight)), place);
+                    store_vector(simd, out.dtype, product, place);
                 } else {
                     let mut lanes = [0.0; LANES];
-                    simd.store(scaled, &mut lanes);
-                    round_row(out.dtype, &mut lanes[..len]);
-                    simd.store(simd.mul(simd.load(&lanes), simd.load(weight)), &mut lanes);
+                    simd.store(product, &mut lanes);
                     store_row(out.dtype, &lanes[..len], place);
                 }
             }

@@ -185,6 +185,8 @@ impl Simd for Avx512 {
         fn max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
         fn upper_half(v: __m512) -> __m512 = _mm512_castsi512_ps(
             _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(UPPER_HALF.cast_signed())));
+        fn round_bf16(v: __m512) -> __m512 = _mm512_castsi512_ps(
+            _mm512_and_si512(round_bf16(v), _mm512_set1_epi32(UPPER_HALF.cast_signed())));
         fn power_of_two(low_bits: __m512) -> __m512 = _mm512_castsi512_ps(_mm512_add_epi32(
             _mm512_slli_epi32::<23>(_mm512_castps_si512(low_bits)),
             _mm512_set1_epi32(ONE_BITS),

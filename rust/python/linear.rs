@@ -96,6 +96,7 @@ impl PackedLinear {
                 width: out_size,
                 row_stride: out_size,
             },
+            adds: false,
             x: MatrixView {
                 address: pointer("x", address, x_type.size(), num_rows == 0)?,
                 dtype: x_type,

@@ -37,29 +37,17 @@ pub(super) fn rms_norm(
     py: Python<'_>,
     out: usize,
     x: usize,
-    residual: usize,
     weight: usize,
     num_rows: usize,
     width: usize,
     x_stride: usize,
-    residual_stride: usize,
     row_type: &str,
     eps: f32,
 ) -> PyResult<()> {
     let row_type = dtype(row_type)?;
-    let residual = match residual {
-        0 => None,
-        address => Some(matrix(
-            "residual",
-            row_type,
-            address,
-            [num_rows, width, residual_stride],
-        )?),
-    };
     let call = RmsNorm {
         out: matrix("out", row_type, out, [num_rows, width, width])?,
         x: matrix("x", row_type, x, [num_rows, width, x_stride])?,
-        residual,
         weight: matrix("weight", row_type, weight, [1, width, width])?,
         eps,
     };

@@ -49,7 +49,7 @@ def test_norms_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int]) ->
     got = cpu.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, total)
     assert_close(got, expected)
-    # The fused one is the other one on the sum, bit by bit.
+    # It is the norm of the sum, bit by bit.
     assert torch.equal(got, cpu.rms_norm(total, weight, 1e-5))
 
 

@@ -193,8 +193,13 @@ impl Weights {
 
 fn run(weight: &PackedWeight, x: MatrixView, out_type: Dtype) -> Rows {
     let out = Rows::filled(out_type, x.num_rows, weight.out_size(), 5);
+    run_into(out, weight, x, false)
+}
+
+fn run_into(out: Rows, weight: &PackedWeight, x: MatrixView, adds: bool) -> Rows {
     let call = Linear {
         out: out.view(0, x.num_rows),
+        adds,
         x,
         weight,
     };
@@ -249,6 +254,44 @@ proptest! {
                 let packed = weights.pack(arithmetic);
                 let out = run(&packed, x.view(0, num_rows), if out_f32 { Dtype::F32 } else { dtype });
                 assert_near(&weights, &x, &out, &format!("{dtype:?} {}", arithmetic.name()));
+            }
+        }
+    }
+
+    /// The twin: the product, rounded, is added in f32, and the sum rounded.
+    #[test]
+    fn what_is_added_is_the_rounded_product(
+        num_rows in 1_usize..70,
+        in_size in 1_usize..200,
+        sizes in prop::collection::vec(1_usize..70, 1..4),
+        has_bias: bool,
+        is_gated: bool,
+    ) {
+        let sizes = if is_gated { vec![sizes[0]; 2] } else { sizes };
+        for dtype in TYPES {
+            let x = Rows::random(dtype, num_rows, in_size, 7, 77);
+            for arithmetic in Arithmetic::available(dtype) {
+                let weights =
+                    Weights::random(dtype, &sizes, in_size, has_bias, is_gated).rounded(arithmetic);
+                let packed = weights.pack(arithmetic);
+                for out_type in [dtype, Dtype::F32] {
+                    let product = run(&packed, x.view(0, num_rows), out_type);
+                    let residual = || Rows::random(out_type, num_rows, product.width, 5, 13);
+                    let mut expected = residual();
+                    for row in 0..num_rows {
+                        for column in 0..product.width {
+                            let sum = expected.get(row, column) + product.get(row, column);
+                            expected.set(row * expected.row_stride + column, sum);
+                        }
+                    }
+                    let got = run_into(residual(), &packed, x.view(0, num_rows), true);
+                    for row in 0..num_rows {
+                        prop_assert_eq!(
+                            got.bits(row), expected.bits(row),
+                            "{:?} {}, row {}", out_type, arithmetic.name(), row
+                        );
+                    }
+                }
             }
         }
     }
@@ -448,6 +491,7 @@ fn what_does_not_fit_is_refused() {
     let refusal = |x: MatrixView, out: MatrixView| {
         Linear {
             out,
+            adds: false,
             x,
             weight: &packed,
         }

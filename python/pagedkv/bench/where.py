@@ -149,8 +149,10 @@ def _phase_costs(model: DecoderWeights, batch: StepBatch) -> dict[str, Cost]:
     mean_rows: float = num_tokens
     if num_rows > 0:
         mean_rows -= (num_tokens - num_rows) / len(model.layers)
+    # What is added to the residual reads it where it is written.
+    out_bytes = {"qkv": item_bytes, "out": 2 * item_bytes, "gate_up": item_bytes, "down": 2 * item_bytes}
     costs = {
-        phase: _product(weight, num_tokens, item_bytes, num_tokens if phase == "qkv" else mean_rows)
+        phase: _product(weight, num_tokens, out_bytes[phase], num_tokens if phase == "qkv" else mean_rows)
         for phase, weight in weights.items()
     }
     costs["head"] = _product(head, num_rows, _ITEM_BYTES["float32"], num_rows)
@@ -163,7 +165,7 @@ def _phase_costs(model: DecoderWeights, batch: StepBatch) -> dict[str, Cost]:
     num_elements = 2.0 * num_tokens * (query_size + 2 * kv_size)
     costs["rope_cache"] = ("rope_cache", 0.0, num_elements * item_bytes)
     for phase, rows in (("norm", num_tokens), ("final_norm", num_rows)):
-        costs[phase] = ("norms", 0.0, 4.0 * rows * head.in_size * item_bytes)
+        costs[phase] = ("norms", 0.0, 2.0 * rows * head.in_size * item_bytes)
     return costs | {"plan": ("plan of attention", 0.0, 0.0), "embedding": ("embedding", 0.0, 0.0)}
 
 

@@ -117,12 +117,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _core.rms_norm(
         out.data_ptr(),
         x.data_ptr(),
-        0,
         weight.data_ptr(),
         num_rows,
         width,
         x.stride(0),
-        0,
         row_type,
         eps,
     )
@@ -131,25 +129,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `pagedkv.ops.Ops.add_rms_norm`."""
-    row_type = _matrix_type("x", x)
+    _matrix_type("x", x)
     _check_like("residual", residual, x)
     _check_weight(weight, x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    num_rows, width = x.shape
-    if out.numel():
-        _core.rms_norm(
-            out.data_ptr(),
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            num_rows,
-            width,
-            x.stride(0),
-            residual.stride(0),
-            row_type,
-            eps,
-        )
-    return out
+    residual += x
+    return rms_norm(residual, weight, eps)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -74,6 +74,9 @@ thread_local! {
 pub struct Linear<'a> {
     /// `[M, N]`, written; of any type. A gated weight writes `silu(gate) * up`, `[M, N / 2]`.
     pub out: MatrixView,
+    /// Whether the result, rounded, is added to what `out` holds, and the sum rounded: how a layer contributes to the
+    /// residual.
+    pub adds: bool,
     /// `[M, K]`, of the weight's type.
     pub x: MatrixView,
     /// `[N, K]`

@@ -1,4 +1,4 @@
-//! What is done to sums that are complete: bias, gate and rounding, on their way to the result.
+//! What is done to sums that are complete, on their way to the result: bias, gate, rounding, addition to the residual.
 
 #![expect(
     clippy::inline_always,
@@ -11,9 +11,8 @@ use std::ops::Range;
 use super::Linear;
 use super::piece::{Meanwhile, MicroKernel};
 use crate::cpu::activation::silu;
-use crate::cpu::element::{Dtype, store_row, store_vector};
+use crate::cpu::element::{Dtype, load_row, load_vector, round_vector, store_row, store_vector};
 use crate::cpu::isa::{LANES, Simd};
-use crate::cpu::tensor::MatrixView;
 use crate::memory::CACHE_LINE_BYTES;
 
 /// Rows of two panels that are written at a time while a tile is multiplied: those of a block take 16 steps along K.
@@ -57,6 +56,7 @@ pub(super) struct Writing<'k, S, M> {
     simd: S,
     kernel: PhantomData<M>,
     is_gated: bool,
+    adds: bool,
     /// Of the pairs that are left; empty if there is none.
     bias: &'k [[[f32; LANES]; 2]],
     num_rows: usize,
@@ -98,6 +98,7 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
             simd,
             kernel: PhantomData,
             is_gated,
+            adds: call.adds,
             bias: bias.unwrap_or_default().as_chunks().0,
             num_rows,
             num_pairs,
@@ -131,17 +132,34 @@ impl<'k, S: Simd, M: MicroKernel> Writing<'k, S, M> {
                 second = simd.add(second, simd.load(second_bias));
             }
             if self.is_gated {
-                store_vector(simd, self.dtype, simd.mul(silu(simd, first), second), out);
+                let result = simd.mul(silu(simd, first), second);
+                store_vector(simd, self.dtype, self.summed(result, out), out);
             } else {
-                // The next panels of these rows are written there. A store that finds its line nowhere near holds up those
-                // after it; a gate, which takes more instructions, leaves them the time.
+                // The next panels of these rows are written there. A load or a store that finds its line nowhere near
+                // holds up those after it; a gate, which takes more instructions, leaves them the time.
                 let next = out.wrapping_add(self.pair_bytes);
                 simd.prefetch(next);
                 if self.pair_bytes > CACHE_LINE_BYTES {
                     simd.prefetch(next.wrapping_add(CACHE_LINE_BYTES));
                 }
-                store_columns(simd, self.dtype, [first, second], out);
+                let second_out = out.wrapping_add(LANES * self.dtype.size());
+                let columns = [self.summed(first, out), self.summed(second, second_out)];
+                store_columns(simd, self.dtype, columns, out);
             }
+        }
+    }
+
+    /// A vector of results, added to what lies where it goes, if the call adds.
+    ///
+    /// # Safety
+    /// As `add_rounded`.
+    #[inline(always)]
+    unsafe fn summed(&self, vector: S::V, out: *const u8) -> S::V {
+        if self.adds {
+            // SAFETY: passed on.
+            unsafe { add_rounded(self.simd, self.dtype, vector, out) }
+        } else {
+            vector
         }
     }
 
@@ -175,6 +193,19 @@ impl<S: Simd, M: MicroKernel> Meanwhile for Writing<'_, S, M> {
         }
         self.rows_left > 0
     }
+}
+
+/// What lies at `out`, plus a vector that is rounded first.
+///
+/// # Safety
+/// `out` is readable for sixteen elements of the type, and nobody else writes them.
+#[inline(always)]
+unsafe fn add_rounded<S: Simd>(simd: S, dtype: Dtype, vector: S::V, out: *const u8) -> S::V {
+    // SAFETY: passed on.
+    simd.add(
+        unsafe { load_vector(simd, dtype, out) },
+        round_vector(simd, dtype, vector),
+    )
 }
 
 /// Sums of two panels.
@@ -221,7 +252,7 @@ unsafe fn write_block<S: Simd, M: MicroKernel>(simd: S, call: &Linear<'_>, block
 /// Adds the parts and the bias, applies the gate, rounds and writes. `sums`: those of some panels, part by part.
 #[inline(always)]
 fn write_row<S: Simd>(simd: S, call: &Linear<'_>, row: usize, panels: Range<usize>, sums: &[[f32; LANES]]) {
-    let (weight, out) = (call.weight, &call.out);
+    let weight = call.weight;
     // Gated columns and those that gate them come by turns.
     let turns = if weight.is_gated() { 2 } else { 1 };
     for idx in 0..panels.len() / turns {
@@ -231,7 +262,7 @@ fn write_row<S: Simd>(simd: S, call: &Linear<'_>, row: usize, panels: Range<usiz
         } else {
             total(simd, call, &panels, idx, sums)
         };
-        write(simd, out, row, (panels.start / turns + idx) * LANES, result);
+        write(simd, call, row, (panels.start / turns + idx) * LANES, result);
     }
 }
 
@@ -256,18 +287,31 @@ fn total<S: Simd>(
     }
 }
 
-/// Rounds and writes sixteen columns, or those of them that there are.
+/// Rounds and writes sixteen columns, or those of them that there are, added to what lies there if the call adds.
 #[inline(always)]
-fn write<S: Simd>(simd: S, out: &MatrixView, row: usize, column: usize, vector: S::V) {
+fn write<S: Simd>(simd: S, call: &Linear<'_>, row: usize, column: usize, vector: S::V) {
+    let Linear { out, adds, .. } = call;
     let len = LANES.min(out.width.saturating_sub(column));
+    let place = out.at(row, column);
     // SAFETY: the columns are within `out`, for which the caller of `Linear::run` vouches, and no other piece has them.
     unsafe {
         if len == LANES {
-            store_vector(simd, out.dtype, vector, out.at(row, column));
+            let vector = if *adds {
+                add_rounded(simd, out.dtype, vector, place)
+            } else {
+                vector
+            };
+            store_vector(simd, out.dtype, vector, place);
         } else if len > 0 {
             let mut lanes = [0.0; LANES];
-            simd.store(vector, &mut lanes);
-            store_row(out.dtype, &lanes[..len], out.at(row, column));
+            if *adds {
+                load_row(out.dtype, place, &mut lanes[..len]);
+                let rounded = round_vector(simd, out.dtype, vector);
+                simd.store(simd.add(simd.load(&lanes), rounded), &mut lanes);
+            } else {
+                simd.store(vector, &mut lanes);
+            }
+            store_row(out.dtype, &lanes[..len], place);
         }
     }
 }
