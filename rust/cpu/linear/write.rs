@@ -215,7 +215,8 @@ unsafe fn add_rounded<S: Simd>(simd: S, dtype: Dtype, vector: S::V, out: *const 
 #[inline(always)]
 unsafe fn load_columns<S: Simd>(simd: S, sums: *const [[f32; LANES]; 2]) -> [S::V; 2] {
     // SAFETY: passed on.
-    unsafe { (*sums).each_ref().map(|sums| simd.load(sums)) }
+    let [first, second] = unsafe { &*sums };
+    [simd.load(first), simd.load(second)]
 }
 
 /// Rounds and stores results of two panels.
