@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv import _core
+from pagedkv.config import MAX_THREADS
 from process import Worker, WorkerDied
 from report import SUBJECT, Figure, chart, table
 from workloads import WORKLOADS
@@ -51,6 +52,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="every run, as JSON")
     parser.add_argument("--chart", type=Path, help="a bar chart, as SVG")
     parsed = parser.parse_args(argv)
+    if not 1 <= parsed.threads <= MAX_THREADS:
+        parser.error(f"--threads is {parsed.threads}, allowed: 1..{MAX_THREADS}")
     for work in parsed.works.split(","):
         if work not in WORKLOADS:
             parser.error(f"--works has {work!r}, allowed: {', '.join(WORKLOADS)}")
@@ -116,7 +119,8 @@ def _measure(parsed: argparse.Namespace, workers: Sequence[Worker]) -> list[dict
     for work in parsed.works.split(","):
         for number in range(parsed.rounds + (work == "W1")):
             machine = _core.cpu_ceilings()
-            products = max(rate for name, rate in machine.items() if name != "read")
+            rates = [rate for name, rate in machine.items() if name != "read"]
+            products = machine.get(parsed.cpu_isa, max(rates, default=0.0))
             print(
                 f"{work} round {number}: the machine reads {machine['read'] / 1e9:.1f} GB/s"
                 f" and multiplies {products / 1e9:,.0f} GFLOP/s",
